@@ -1,0 +1,122 @@
+"""The handoff's messages and the interfaces of its two ends.
+
+All awaits block the calling engine thread and are always released: by the message, by the peer's `end`, by the
+peer's stream breaking, or by retirement. A released await returns None: that step, and every later one of the
+session, counts as empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRecord:
+    """Rows of one slot: positions first_row .. first_row + count - 1.
+
+    `anchor` is the slot's last committed token, meaningful when `caught_up`: the rows end at the slot's start.
+    """
+
+    slot: int
+    epoch: int
+    first_row: int
+    count: int
+    anchor: int
+    caught_up: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ContextMessage:
+    """What the target publishes for one step; empty (no records) for a step without content.
+
+    `rows` holds the context features of all records in order: raw little-endian, row-major, as many rows as the
+    records' counts add up to, each of the session's feature width and element type.
+    """
+
+    step: int
+    records: tuple[ContextRecord, ...] = ()
+    rows: bytes | memoryview = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ProposedTree:
+    """A tree for one slot; node 0 is the anchor the draft used, its parent is -1."""
+
+    slot: int
+    epoch: int
+    tokens: list[int]
+    parents: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The trees of one step; a slot of the plan that is missing here has no drafts."""
+
+    step: int
+    trees: tuple[ProposedTree, ...] = ()
+    drafted_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSpec:
+    """What each end tells the other when a session is connected; a difference refuses the session."""
+
+    feature_width: int
+    feature_dtype: str
+    vocab_size: int
+    slots: int
+    fingerprints: dict[str, str] = field(default_factory=dict)
+
+
+class TargetEnd(Protocol):
+    """The target's side of one session."""
+
+    session: int
+
+    @property
+    def alive(self) -> bool:
+        """False once the session ended, for whatever reason."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """Why the session ended; empty while alive."""
+        ...
+
+    def publish_context(self, message: ContextMessage) -> None:
+        """Hands over a step's context; the rows are copied before it returns. No-op once not alive."""
+        ...
+
+    def await_proposal(self, step: int, shape: tuple[int, int]) -> Proposal | None:
+        """The proposal of `step`; earlier ones are dropped. `shape` is (slots, rows) of the plan: the watchdog keeps
+        times by it and retires the session when the draft is too late."""
+        ...
+
+    def end(self, reason: str) -> None:
+        """Tells the peer that every later step is empty and closes. Idempotent."""
+        ...
+
+
+class DraftEnd(Protocol):
+    """The draft's side of one session."""
+
+    session: int
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    def await_context(self, step: int) -> ContextMessage | None:
+        """The context of exactly `step`; messages of later steps wait, earlier ones cannot be asked for again."""
+        ...
+
+    def publish_proposal(self, proposal: Proposal) -> None:
+        """Hands over a step's trees. No-op once not alive."""
+        ...
+
+    def end(self, reason: str) -> None:
+        """Tells the peer that every later step is empty and closes. Idempotent."""
+        ...

@@ -1,0 +1,59 @@
+"""Settings of one process: command-line flags over environment variables over defaults, validated once.
+
+Each process declares one frozen subclass of `ProcessSettings` with its own `env_prefix`; flag `--max-model-len` and
+variable `<PREFIX>MAX_MODEL_LEN` are the same field. Nothing changes a settings object after start: a value "auto" is
+resolved by a function that returns a new object (`model_copy`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TypeVar
+
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
+
+from slipstream.errors import ConfigError
+
+
+class ProcessSettings(BaseSettings):
+    """Base of every process's settings."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+    )
+
+
+S = TypeVar("S", bound=ProcessSettings)
+
+
+def parse(cls: type[S], argv: Sequence[str]) -> S:
+    """Reads `cls` from `argv` and the environment.
+
+    Raises ConfigError naming each bad flag with its value; exits like argparse on --help and on unknown flags.
+    """
+    try:
+        return CliApp.run(cls, cli_args=list(argv))
+    except ValidationError as error:
+        raise ConfigError(
+            "; ".join(
+                f"--{'.'.join(map(str, e['loc'])).replace('_', '-')}: {e['msg']}, got {e['input']!r}"
+                for e in error.errors()
+            )
+        ) from error
+    except SettingsError as error:
+        raise ConfigError(str(error)) from error
+
+
+def parse_or_exit(cls: type[S], argv: Sequence[str]) -> S:
+    """`parse` for a `__main__`: a ConfigError is printed and the process exits with status 2."""
+    try:
+        return parse(cls, argv)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
