@@ -118,7 +118,7 @@ _UNKNOWN = Mapping(grpc.StatusCode.INTERNAL, 500, "server_error")
 
 
 def describe(error: BaseException) -> Mapping:
-    """The outside view of `error`: the entry of its nearest class in the table, else INTERNAL / 500."""
+    """The outside view of `error`: the entry of its nearest class in the table."""
     for cls in type(error).__mro__:
         if cls in _TABLE:
             return _TABLE[cls]

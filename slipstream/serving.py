@@ -1,4 +1,4 @@
-"""What every gRPC server of Slipstream has: health, reflection, one error mapping, a drain on SIGTERM."""
+"""What every gRPC server of Slipstream has: health, reflection, one error mapping, a drain."""
 
 from __future__ import annotations
 

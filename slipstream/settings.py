@@ -1,8 +1,8 @@
-"""Settings of one process: command-line flags over environment variables over defaults, validated once.
+"""Settings of one process: flags over environment variables over defaults, validated once.
 
-Each process declares one frozen subclass of `ProcessSettings` with its own `env_prefix`; flag `--max-model-len` and
-variable `<PREFIX>MAX_MODEL_LEN` are the same field. Nothing changes a settings object after start: a value "auto" is
-resolved by a function that returns a new object (`model_copy`).
+Each process declares one frozen subclass of `ProcessSettings` with its own `env_prefix`; flag
+`--max-model-len` and variable `<PREFIX>MAX_MODEL_LEN` are the same field. Nothing changes a
+settings object after start: "auto" is resolved by a function that returns a new object.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
 from slipstream.errors import ConfigError
@@ -35,19 +36,20 @@ S = TypeVar("S", bound=ProcessSettings)
 def parse(cls: type[S], argv: Sequence[str]) -> S:
     """Reads `cls` from `argv` and the environment.
 
-    Raises ConfigError naming each bad flag with its value; exits like argparse on --help and on unknown flags.
+    Raises ConfigError naming each bad flag with its value; exits like argparse on --help and on
+    unknown flags.
     """
     try:
         return CliApp.run(cls, cli_args=list(argv))
     except ValidationError as error:
-        raise ConfigError(
-            "; ".join(
-                f"--{'.'.join(map(str, e['loc'])).replace('_', '-')}: {e['msg']}, got {e['input']!r}"
-                for e in error.errors()
-            )
-        ) from error
+        raise ConfigError("; ".join(map(_explain, error.errors()))) from error
     except SettingsError as error:
         raise ConfigError(str(error)) from error
+
+
+def _explain(problem: ErrorDetails) -> str:
+    flag = ".".join(map(str, problem["loc"])).replace("_", "-")
+    return f"--{flag}: {problem['msg']}, got {problem['input']!r}"
 
 
 def parse_or_exit(cls: type[S], argv: Sequence[str]) -> S:

@@ -1,4 +1,4 @@
-"""Between protobuf messages and the plain values the engines speak in: versions, element types, enums."""
+"""What the wire speaks in, beside the protos: versions, limits, element types."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The handoff's messages and the interfaces of its two ends.
 
-All awaits block the calling engine thread and are always released: by the message, by the peer's `end`, by the
-peer's stream breaking, or by retirement. A released await returns None: that step, and every later one of the
-session, counts as empty.
+All awaits block the calling engine thread and are always released: by the message, by the peer's
+`end`, by the peer's stream breaking, or by retirement. A released await returns None: that step,
+and every later one of the session, counts as empty.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Protocol
 class ContextRecord:
     """Rows of one slot: positions first_row .. first_row + count - 1.
 
-    `anchor` is the slot's last committed token, meaningful when `caught_up`: the rows end at the slot's start.
+    `anchor` is the slot's last committed token, meaningful when `caught_up`: the rows end at the
+    slot's start.
     """
 
     slot: int
@@ -30,8 +31,8 @@ class ContextRecord:
 class ContextMessage:
     """What the target publishes for one step; empty (no records) for a step without content.
 
-    `rows` holds the context features of all records in order: raw little-endian, row-major, as many rows as the
-    records' counts add up to, each of the session's feature width and element type.
+    `rows` holds the context features of all records in order: raw little-endian, row-major, as many
+    rows as the records' counts add up to, each of the session's feature width and element type.
     """
 
     step: int
@@ -60,7 +61,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class PeerSpec:
-    """What each end tells the other when a session is connected; a difference refuses the session."""
+    """What both ends must agree on when a session is connected."""
 
     feature_width: int
     feature_dtype: str
@@ -85,12 +86,15 @@ class TargetEnd(Protocol):
         ...
 
     def publish_context(self, message: ContextMessage) -> None:
-        """Hands over a step's context; the rows are copied before it returns. No-op once not alive."""
+        """Hands over a step's context; copies the rows before it returns. No-op once ended."""
         ...
 
     def await_proposal(self, step: int, shape: tuple[int, int]) -> Proposal | None:
-        """The proposal of `step`; earlier ones are dropped. `shape` is (slots, rows) of the plan: the watchdog keeps
-        times by it and retires the session when the draft is too late."""
+        """The proposal of `step`; earlier ones are dropped.
+
+        `shape` is (slots, rows) of the plan: the watchdog keeps times by it and retires the session
+        when the draft is too late.
+        """
         ...
 
     def end(self, reason: str) -> None:
@@ -110,7 +114,7 @@ class DraftEnd(Protocol):
     def reason(self) -> str: ...
 
     def await_context(self, step: int) -> ContextMessage | None:
-        """The context of exactly `step`; messages of later steps wait, earlier ones cannot be asked for again."""
+        """The context of exactly `step`; later ones wait, earlier ones are dropped."""
         ...
 
     def publish_proposal(self, proposal: Proposal) -> None:
