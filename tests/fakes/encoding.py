@@ -1,10 +1,11 @@
-"""What the fake target and the fake draft share: how a context row looks, and which token comes next.
+"""What the fake target and the fake draft share: context rows, and which token comes next.
 
-A context row is 8 bytes: int32 token, int32 position, little-endian. It travels as a feature of width 2 and element
-type float32 whose bits are never read as numbers.
+A context row is 8 bytes: int32 token, int32 position, little-endian. It travels as a feature of
+width 2 and element type float32 whose bits are never read as numbers.
 
-`next_token` is the fake model: the token at a position is a pure hash of the position and the token before it. So a
-fake draft that knows the anchor can be right whenever it wants to be, and anybody can say what a stream must hold.
+`next_token` is the fake model: the token at a position is a pure hash of the position and of the
+token before it. So a fake draft that knows the anchor can be right whenever it wants to be, and
+anybody can say what an answer must hold.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def decode_rows(rows: bytes | memoryview) -> list[tuple[int, int]]:
 
 
 def mix(*values: int) -> int:
-    """A 64-bit hash of small integers (splitmix64, chained)."""
+    """A 64-bit hash of integers (splitmix64, chained)."""
     state = 0
     for value in values:
         state = (state + value + 0x9E3779B97F4A7C15) & _MASK
@@ -43,5 +44,5 @@ def mix(*values: int) -> int:
 
 
 def next_token(previous: int, position: int, vocab: int) -> int:
-    """The token the fake target draws at `position` when `previous` sits at position - 1; in [0, vocab)."""
+    """The token drawn at `position` when `previous` sits at position - 1; in [0, vocab)."""
     return mix(previous, position) % vocab
