@@ -1,0 +1,182 @@
+"""Options of `slipstream up`, and the checks that need no model."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+from typing import Literal
+
+import orjson
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from slipstream.cli.hardware import cores
+from slipstream.errors import ConfigError
+from slipstream.settings import ProcessSettings
+
+EMBEDDED_TARGET = "smollm2-135m-instruct"
+BUNDLED_HEADS = ("jetspec", "dflash")
+LOOPBACK = "127.0.0.1"
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
+
+
+class UpSettings(ProcessSettings):
+    """Starts target, draft and gateway, shows one log, and stops all three on Ctrl-C.
+
+    Every option is also a variable SLIPSTREAM_UP_<NAME>. Options that only one process has reach it
+    through its own variables: SLIPSTREAM_TARGET_*, SLIPSTREAM_DRAFT_*, SLIPSTREAM_GATEWAY_*.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="SLIPSTREAM_UP_", cli_prog_name="slipstream up", cli_hide_none_type=True
+    )
+
+    target: str = Field(EMBEDDED_TARGET, description="folder, hub id or embedded name of the model")
+    draft: str | None = Field(
+        None,
+        description="jetspec, dflash (heads of the embedded model), a folder, a hub id, or none; "
+        "default: jetspec for the embedded model, else none",
+    )
+    tree: Literal["chain", "top2gap", "accum_logp", "best_first"] | None = Field(
+        None, description="how drafts grow; this, --width and --budget pin the nodes of every step"
+    )
+    width: int | None = Field(None, ge=1, le=256, description="children per node; 1 is the chain")
+    budget: int | None = Field(
+        None, ge=1, le=256, description="nodes of a request's tree, root included"
+    )
+    speculative_config: str | None = Field(
+        None, description="the tree as a JSON object, in place of --tree, --width and --budget"
+    )
+    pipeline_depth: int | None = Field(
+        None, ge=0, le=1, description="plans that run ahead; 0 is lock-step"
+    )
+    ping_pong: Literal["auto", "on", "off"] | None = Field(
+        None, description="draft one half of the requests while the other half is verified"
+    )
+    handoff: Literal["auto", "grpc", "cuda_ipc"] = Field(
+        "auto", description="how target and draft reach each other; auto: grpc"
+    )
+    host: str = Field(LOOPBACK, description="address of the API")
+    port: int = Field(8000, ge=0, le=65535, description="REST port; 0: any free one")
+    grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0: any free one")
+    served_name: str | None = Field(None, description="name of the model in the API")
+    device: str = Field("auto", pattern=_DEVICE, description="auto, cpu, cuda or cuda:N, for both")
+    target_device: str | None = Field(None, pattern=_DEVICE, description="of the target only")
+    draft_device: str | None = Field(None, pattern=_DEVICE, description="of the draft only")
+    dtype: Literal["auto", "bfloat16", "float32"] | None = Field(
+        None, description="auto: bfloat16 where the device computes it"
+    )
+    max_model_len: int | None = Field(None, ge=2, description="most tokens of prompt and answer")
+    slots: int | None = Field(None, ge=1, description="requests that run at once")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of target and of draft; default: all cores for both"
+    )
+    drain_s: float = Field(
+        5.0, ge=0, description="seconds that running requests get to finish at the end"
+    )
+    start_timeout_s: float = Field(600.0, gt=0, description="seconds that a start may take")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log level")
+
+    @property
+    def pins_nodes(self) -> bool:
+        """Whether the tree was given by hand, so that every step verifies all of it."""
+        given = (self.tree, self.width, self.budget, self.speculative_config)
+        return any(value is not None for value in given)
+
+
+def check(settings: UpSettings) -> UpSettings:
+    """`settings` with the draft named and the threads counted.
+
+    Raises ConfigError naming the flag and its value, for what can be seen before a process starts.
+    """
+    _check_tree(settings)
+    _check_handoff(settings)
+    check_name("--target", settings.target, (EMBEDDED_TARGET,))
+    embedded = settings.target == EMBEDDED_TARGET
+    draft = settings.draft or (BUNDLED_HEADS[0] if embedded else "none")
+    if draft != "none":
+        check_name("--draft", draft, BUNDLED_HEADS)
+    elif settings.pins_nodes:
+        raise ConfigError(
+            "--draft: none draws no tree; drop --tree, --width, --budget and --speculative-config"
+        )
+    check_port("--port", settings.host, settings.port)
+    check_port("--grpc-port", settings.host, settings.grpc_port)
+    if settings.port and settings.port == settings.grpc_port:
+        raise ConfigError(f"--grpc-port: {settings.grpc_port} is the --port already")
+    return settings.model_copy(update={"draft": draft, "threads": settings.threads or cores()})
+
+
+def check_name(flag: str, value: str, known: tuple[str, ...]) -> None:
+    """Raises ConfigError unless `value` is in `known`, a model folder, or looks like a hub id."""
+    if value in known:
+        return
+    path = Path(value).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{flag}: {value} holds no config.json")
+        return
+    if path.exists():
+        raise ConfigError(f"{flag}: {value} is a file, not a model folder")
+    if not _HUB_ID.fullmatch(value) or value.startswith("."):
+        raise ConfigError(
+            f"{flag}: {value!r} is no folder, no hub id (owner/name) and none of {', '.join(known)}"
+        )
+
+
+def check_port(flag: str, host: str, port: int) -> None:
+    """Raises ConfigError when `port` cannot be listened on; 0 is always fine."""
+    if port == 0:
+        return
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"--host: {host!r} cannot be resolved: {error.strerror}") from error
+    with socket.socket(family, kind, proto) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise ConfigError(
+                f"{flag}: cannot listen on {host}:{port}: {error.strerror}"
+            ) from error
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def _check_tree(settings: UpSettings) -> None:
+    text = settings.speculative_config
+    if text is None:
+        return
+    for flag in ("tree", "width", "budget"):
+        if getattr(settings, flag) is not None:
+            raise ConfigError(f"--{flag}: say it in --speculative-config, or leave that out")
+    try:
+        parsed = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"--speculative-config: not JSON ({error}), got {text!r}") from error
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"--speculative-config: want a JSON object, got {text!r}")
+
+
+def _check_handoff(settings: UpSettings) -> None:
+    if settings.handoff != "cuda_ipc":
+        return
+    target = settings.target_device or settings.device
+    draft = settings.draft_device or settings.device
+    if not (target.startswith("cuda") and draft.startswith("cuda")):
+        raise ConfigError(
+            f"--handoff: cuda_ipc needs target and draft on NVIDIA GPUs of this machine, "
+            f"got --target-device {target}, --draft-device {draft}"
+        )
+    raise ConfigError("--handoff: cuda_ipc is not part of this version; use grpc")

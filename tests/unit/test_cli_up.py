@@ -1,0 +1,178 @@
+"""Options of `slipstream up`: what is refused, and what reaches which process."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli import up
+from slipstream.cli.hardware import cores
+from slipstream.cli.up_settings import UpSettings, check
+from slipstream.errors import ConfigError
+from slipstream.settings import parse
+
+
+def settings(*argv: str) -> UpSettings:
+    return check(parse(UpSettings, ["--port=0", "--grpc-port=0", *argv]))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--target=/nowhere"], "--target: '/nowhere' is no folder"),
+        (["--draft=medusa"], "--draft: 'medusa' is no folder"),
+        (["--draft=a/b/c"], "--draft: 'a/b/c' is no folder"),
+        (["--port=x"], "--port: .*got 'x'"),
+        (["--port=70000"], "--port: .*got '70000'"),
+        (["--width=0"], "--width: .*got '0'"),
+        (["--budget=300"], "--budget: .*got '300'"),
+        (["--tree=bushy"], "--tree: .*got 'bushy'"),
+        (["--device=tpu"], "--device: .*got 'tpu'"),
+        (["--dtype=int8"], "--dtype: .*got 'int8'"),
+        (["--pipeline-depth=2"], "--pipeline-depth: .*got '2'"),
+        (["--handoff=cuda_ipc", "--device=cpu"], "--handoff: cuda_ipc needs .* cpu"),
+        (["--handoff=cuda_ipc", "--device=cuda"], "--handoff: cuda_ipc is not part"),
+        (["--draft=none", "--width=2"], "--draft: none draws no tree"),
+        (["--speculative-config={"], "--speculative-config: not JSON"),
+        (["--speculative-config=[1]"], "--speculative-config: want a JSON object"),
+        (["--speculative-config={}", "--width=2"], "--width: say it in --speculative-config"),
+        (["--host=no.such.host.invalid", "--port=1"], "--host: 'no.such.host.invalid'"),
+    ],
+)
+def test_bad_options_are_named(argv: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        settings(*argv)
+
+
+def test_folders_are_looked_at(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--target: .* holds no config\.json"):
+        settings(f"--target={tmp_path}")
+    file = tmp_path / "model.gguf"
+    file.touch()
+    with pytest.raises(ConfigError, match="--target: .* is a file, not a model folder"):
+        settings(f"--target={file}")
+
+
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port"])
+def test_a_taken_port_is_named(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert up.main(["--port=0", "--grpc-port=0", f"{flag}={port}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {flag}: cannot listen on 127.0.0.1:{port}: ")
+    assert said.count("\n") == 1
+
+
+def test_two_servers_cannot_share_a_port() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"--grpc-port: {port} is the --port already"):
+        settings(f"--port={port}", f"--grpc-port={port}")
+
+
+def test_the_draft_follows_the_target(model: Path) -> None:
+    assert settings().draft == "jetspec"
+    assert settings("--draft=dflash").draft == "dflash"
+    assert settings(f"--target={model}").draft == "none"
+    assert settings(f"--target={model}", "--draft=owner/head").draft == "owner/head"
+
+
+def test_threads_default_to_every_core() -> None:
+    assert settings().threads == cores() >= 1
+    assert settings("--threads=3").threads == 3
+
+
+def test_every_option_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_UP_MAX_MODEL_LEN", "512")
+    monkeypatch.setenv("SLIPSTREAM_UP_DRAFT", "dflash")
+    assert (settings().max_model_len, settings().draft) == (512, "dflash")
+    assert settings("--draft=jetspec").draft == "jetspec"
+
+
+def flags(argv: tuple[str, ...] | list[str]) -> dict[str, str]:
+    return dict(word.partition("=")[::2] for word in argv[4:])
+
+
+def test_who_gets_what(model: Path) -> None:
+    given = settings(
+        "--width=4", "--tree=top2gap", "--dtype=float32", "--pipeline-depth=0", "--slots=3",
+        "--device=cpu", "--target-device=cuda:1", "--max-model-len=99", "--threads=2",
+    )  # fmt: skip
+    cell = up.commands(given, up.PROGRAMS, str(model), "jetspec")
+    assert cell.draft is not None
+    target, draft, gateway = flags(cell.target), flags(cell.draft), flags(cell.gateway)
+    shared = {"--model": str(model), "--draft": "jetspec", "--host": "127.0.0.1"}
+    shared |= {"--dtype": "float32", "--slots": "3", "--threads": "2", "--log-level": "info"}
+    assert target == shared | {
+        "--port": target["--port"],
+        "--device": "cuda:1",
+        "--max-model-len": "99",
+        "--served-name": "smollm2-135m-instruct",
+        "--drain-s": "5.0",
+    }
+    assert draft == shared | {
+        "--port": draft["--port"],
+        "--device": "cpu",
+        "--tree": "top2gap",
+        "--width": "4",
+    }
+    assert gateway == {
+        "--target": f"127.0.0.1:{target['--port']}",
+        "--draft": f"127.0.0.1:{draft['--port']}",
+        "--tokenizer": str(model),
+        "--host": "127.0.0.1",
+        "--port": "0",
+        "--grpc-port": "0",
+        "--served-name": "smollm2-135m-instruct",
+        "--pipeline-depth": "0",
+        "--pin-nodes": "",
+        "--drain-s": "5.0",
+        "--log-level": "info",
+    }
+
+
+def test_without_a_draft_there_are_two_processes(model: Path) -> None:
+    given = settings(f"--target={model}")
+    cell = up.commands(given, up.PROGRAMS, str(model), "none")
+    assert [name for name, _ in cell.items()] == ["target", "gateway"]
+    assert flags(cell.target)["--draft"] == "none" == flags(cell.gateway)["--draft"]
+    assert flags(cell.gateway)["--served-name"] == model.name
+    assert "--pin-nodes" not in flags(cell.gateway)
+
+
+def fake_programs(prepare: str) -> up.Programs:
+    python = (sys.executable, "-S", "-c")
+    ready = (*python, 'import time; print(\'READY {"grpc": "g", "http": "h"}\', flush=True)')
+    return up.Programs(ready, ready, ready, prepare=(*python, prepare))
+
+
+def test_a_model_that_cannot_be_prepared_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    programs = fake_programs("raise SystemExit('error: no such model')")
+    assert up.main(["--target=owner/name", "--port=0", "--grpc-port=0"], programs) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert "up      | no draft: name one that was made for owner/name with --draft" in said
+    assert said[-1] == "error: owner/name cannot be prepared: error: no such model"
+
+
+def test_the_command_needs_no_torch() -> None:
+    code = (
+        "import sys; from slipstream.cli import main, up, bench, chat, demo; "
+        "main.main(['version']); "
+        "bad = {'torch', 'transformers', 'numpy'} & set(sys.modules); assert not bad, bad"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("slipstream ")
