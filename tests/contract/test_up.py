@@ -163,9 +163,7 @@ def up(tmp_path: Path, model: Path) -> Iterator[Callable[..., subprocess.Popen[s
             name: fake(behave.get(name, ""), tmp_path / name)
             for name in ("target", "draft", "gateway", "prepare")
         }
-        code = (
-            f"from slipstream.cli import up; raise SystemExit(up.main(%r, up.Programs(**{table})))"
-        )
+        code = "from slipstream.cli import up; raise SystemExit(up.main(%r, up.Programs(**%r)))"
         argv = [f"--target={model}", f"--draft={model}", "--port=0", "--grpc-port=0", *flags]
         process = subprocess.Popen(
             [sys.executable, "-c", code % (argv, table)],

@@ -1,4 +1,4 @@
-"""A process for the launcher's tests: says READY, then behaves as told; its other flags are ignored.
+"""A process for the launcher's tests: says READY, then behaves as told; ignores other flags.
 
 `--behave` is a comma-separated list: `silent` (never READY), `fail=N` (exits with N before READY),
 `die=S` (exits with status 3 after S seconds), `deaf` (ignores SIGTERM), `family` (starts a process
