@@ -1,0 +1,325 @@
+"""The engine: one thread that owns the device, the slots, the pages and the session.
+
+Commands take effect in the order in which they were given. Everything else that may happen (a
+gateway comes or goes, a session got connected, a drain) is a message in the same inbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from services.target.commands import (
+    Admit,
+    Attach,
+    Attached,
+    Command,
+    Detach,
+    Detached,
+    Event,
+    Plan,
+    Ready,
+    Rejected,
+    Release,
+    Rewind,
+)
+from services.target.runner import TargetRunner, TargetSpec
+from services.target.session import Connector, Sessions
+from services.target.slots import Refused, Slot, SlotTable
+from services.target.steps import Steps
+from slipstream.errors import InvalidRequest, SlipstreamError
+from slipstream.handoff.base import PeerSpec, TargetEnd
+from slipstream.v1 import common_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 0.1
+"""Without a message for so long the engine checks its invariants and its session's health."""
+
+Emit = Callable[[Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    emit: Emit
+
+
+@dataclass(frozen=True, slots=True)
+class _Close:
+    done: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Connected:
+    attach: Attach
+    result: TargetEnd | SlipstreamError
+
+
+@dataclass(frozen=True, slots=True)
+class _Drain:
+    done: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+_Item = Command | _Open | _Close | _Connected | _Drain | _Stop
+
+
+class Engine:
+    """Runs steps for one gateway at a time.
+
+    `start`, `open`, `submit`, `close`, `drain` and `stop` may be called from any thread; what they
+    cause happens on the engine's own, callbacks included.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], TargetRunner],
+        connector: Connector,
+        *,
+        loaded: Callable[[TargetSpec], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """`load` makes the runner, on the engine's thread: warm-up and steps share their pools.
+
+        `loaded` is called once it is there; `failed` when loading or a step raised, after which the
+        engine does nothing more and the process must end.
+        """
+        self._load = load
+        self._connector = connector
+        self._loaded = loaded
+        self._failed = failed
+        self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="target-engine", daemon=True)
+        self._emit: Emit | None = None
+        self._last_step = 0
+        self._drained: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        """Loads the runner, then takes messages."""
+        self._thread.start()
+
+    def open(self, emit: Emit) -> None:
+        """A gateway came: events go to `emit` from now on, the first is Ready."""
+        self._inbox.put(_Open(emit))
+
+    def submit(self, command: Command) -> None:
+        """The gateway's next command."""
+        self._inbox.put(command)
+
+    def close(self, done: Callable[[], None]) -> None:
+        """The gateway went: what it gave is finished, then every slot is free and `done` called."""
+        self._inbox.put(_Close(done))
+
+    def drain(self, done: Callable[[], None]) -> None:
+        """Takes no new request; `done` is called when the last slot is free."""
+        self._inbox.put(_Drain(done))
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Finishes what was given, frees everything and ends the thread."""
+        self._inbox.put(_Stop())
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def _main(self) -> None:
+        try:
+            self._setup(self._load())
+            while self._handle(self._next()):
+                pass
+        except BaseException as error:
+            if not isinstance(error, SlipstreamError):
+                log.critical("the engine failed", exc_info=error)
+            self._failed(error)
+
+    def _setup(self, runner: TargetRunner) -> None:
+        self._runner = runner
+        self._spec = runner.spec
+        self._slots = SlotTable(self._spec)
+        self._sessions = Sessions()
+        self._steps = Steps(runner, self._slots, self._sessions, self._say)
+        self._loaded(self._spec)
+
+    def _next(self) -> _Item:
+        """The next message; while there is none, looks after things."""
+        while True:
+            try:
+                return self._inbox.get(timeout=IDLE_S)
+            except queue.Empty:
+                self._retire_lost()
+                self.check()
+
+    def check(self) -> None:
+        """Asserts every invariant of slots and pages. Only on the engine's thread, or in a test."""
+        self._slots.check(self._runner.lengths)
+
+    def _handle(self, item: _Item) -> bool:
+        """Takes one message; False after the last."""
+        match item:
+            case Plan():
+                self._plan(item)
+            case Admit() | Release() | Rewind() | Attach() | Detach():
+                try:
+                    self._command(item)
+                except Refused as refused:
+                    self._refuse(item, refused)
+            case _Connected():
+                self._connected(item)
+            case _Open():
+                self._emit = item.emit
+                self._say(Ready(self._last_step))
+            case _Close():
+                self._clear("the gateway went")
+                item.done()
+            case _Drain():
+                self._drained = item.done
+            case _Stop():
+                self._clear("the target stops")
+                return False
+        self._finish_drain()
+        return True
+
+    def _say(self, event: Event) -> None:
+        if self._emit is not None:
+            self._emit(event)
+
+    def _refuse(self, item: Admit | Release | Rewind | Attach | Detach, refused: Refused) -> None:
+        event = Rejected(item.number, refused.code, refused.reason)
+        if isinstance(item, Attach | Detach):
+            event = replace(event, session=item.session)
+        else:
+            event = replace(event, slot=item.slot, epoch=item.epoch)
+        self._say(event)
+
+    def _command(self, item: Admit | Release | Rewind | Attach | Detach) -> None:
+        match item:
+            case Admit():
+                self._admit(item)
+            case Release():
+                self._release(self._slots.find(item.slot, item.epoch))
+            case Rewind():
+                self._rewind(item)
+            case Attach():
+                self._attach(item)
+            case Detach():
+                self._detach(item)
+
+    def _plan(self, plan: Plan) -> None:
+        if plan.step != self._last_step + 1:
+            reason = f"step: {plan.step} does not follow {self._last_step}"
+            self._say(Rejected(plan.number, pb.REJECT_CODE_STEP_ORDER, reason, step=plan.step))
+            self._say(self._steps.drop(plan))
+            return
+        self._last_step = plan.step
+        self._retire_lost()
+        self._say(self._steps.run(plan))
+        self._retire_lost()
+
+    def _admit(self, item: Admit) -> None:
+        if self._drained is not None:
+            raise Refused(pb.REJECT_CODE_DRAINING, "the target drains")
+        slot = self._slots.admit(item.slot, item.epoch, item.request)
+        try:
+            self._runner.admit(item.slot, item.request)
+        except InvalidRequest as error:
+            self._slots.release(slot)
+            raise Refused(pb.REJECT_CODE_BAD_VALUE, str(error)) from error
+
+    def _release(self, slot: Slot) -> None:
+        self._runner.release(slot.number)
+        self._slots.release(slot)
+
+    def _rewind(self, item: Rewind) -> None:
+        slot = self._slots.find(item.slot, item.epoch)
+        if item.rows > slot.cursor:
+            raise Refused(
+                pb.REJECT_CODE_LENGTH,
+                f"rows: {item.rows} is beyond the publish cursor, {slot.cursor}",
+            )
+        slot.cursor = item.rows
+
+    def _attach(self, item: Attach) -> None:
+        if self._drained is not None:
+            raise Refused(pb.REJECT_CODE_DRAINING, "the target drains")
+        if self._spec.feature_width == 0:
+            raise Refused(pb.REJECT_CODE_PEER, "the target was started without a draft head")
+        used = self._sessions.is_current(item.session) or self._sessions.retired(item.session)
+        if item.session == 0 or used:
+            raise Refused(pb.REJECT_CODE_SESSION, f"session: {item.session} is 0 or used before")
+        if item.first_step <= self._last_step:
+            raise Refused(
+                pb.REJECT_CODE_STEP_ORDER,
+                f"first_step: {item.first_step} is not after step {self._last_step}",
+            )
+        if not item.address:
+            raise Refused(pb.REJECT_CODE_PEER, "draft_address: empty")
+        self._retire(f"session {item.session} takes its place")
+        self._sessions.begin(item.session, item.first_step)
+        spec = PeerSpec(
+            self._spec.feature_width,
+            self._spec.feature_dtype,
+            self._spec.vocab_size,
+            self._spec.slots,
+            dict(self._spec.fingerprints),
+        )
+        self._connector.connect(
+            item.session,
+            item.first_step,
+            item.address,
+            spec,
+            lambda result: self._inbox.put(_Connected(item, result)),
+        )
+
+    def _connected(self, item: _Connected) -> None:
+        session = item.attach.session
+        if isinstance(item.result, SlipstreamError):
+            if self._sessions.is_current(session):
+                self._sessions.retire("could not be connected")
+                self._refuse(item.attach, Refused(pb.REJECT_CODE_PEER, str(item.result)))
+        elif self._sessions.connect(session, item.result):
+            for slot in self._slots:
+                slot.cursor = 0
+            self._say(Attached(session, "grpc"))
+        else:
+            item.result.end("the session was given up while it was connecting")
+
+    def _detach(self, item: Detach) -> None:
+        if not self._sessions.is_current(item.session):
+            if self._sessions.retired(item.session):
+                return  # it ended by itself just before: the gateway was told
+            raise Refused(pb.REJECT_CODE_SESSION, f"session: {item.session} is not attached")
+        self._retire(item.reason or "detached")
+
+    def _retire(self, reason: str) -> None:
+        session = self._sessions.retire(reason)
+        if session is not None:
+            log.info("session %d ended: %s", session, reason)
+            self._say(Detached(session, reason))
+
+    def _retire_lost(self) -> None:
+        """Ends the session when its handoff died."""
+        reason = self._sessions.lost()
+        if reason is not None:
+            self._retire(reason)
+
+    def _clear(self, reason: str) -> None:
+        """Nobody holds the target: no slot, no session, no epoch is left."""
+        for slot in list(self._slots):
+            self._release(slot)
+        self._retire(reason)
+        self._emit = None
+        self._slots.forget_epochs()
+
+    def _finish_drain(self) -> None:
+        if self._drained is not None and self._slots.empty:
+            done, self._drained = self._drained, _already
+            done()
+
+
+def _already() -> None:
+    """Stands for a drain that has been reported."""

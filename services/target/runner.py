@@ -1,0 +1,182 @@
+"""What the engine asks of whatever computes steps, and the words both speak.
+
+The engine owns slots, pages, sessions and order; a runner owns tensors, the sampling state of each
+slot, and nothing that another process named. Everything here is free of torch, so that a fake
+runner needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from slipstream.tree import Tree
+from slipstream.v1 import common_pb2
+
+
+class Finish(StrEnum):
+    """Why the target ended a request; the words of `slipstream.tree.cut`."""
+
+    NONE = "none"
+    STOP = "stop"
+    LIMIT = "limit"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class CostPoint:
+    """Measured time of one decode step of `slots` requests and `rows` rows in all."""
+
+    slots: int
+    rows: int
+    ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSpec:
+    """What TargetReady says of a target.
+
+    `feature_width` 0: no draft head was given, nothing can be published.
+    """
+
+    model: str
+    vocab_size: int
+    max_model_len: int
+    slots: int
+    pages: int
+    page_size: int
+    max_nodes: int
+    max_prefill_rows: int
+    feature_width: int = 0
+    feature_dtype: str = "float32"
+    fingerprints: dict[str, str] = field(default_factory=dict)
+    eos_ids: tuple[int, ...] = ()
+    decode_costs: tuple[CostPoint, ...] = ()
+    dtype: str = "float32"
+
+    @property
+    def max_positions(self) -> int:
+        """Most positions of one slot: committed tokens and the scratch of the last tree."""
+        return self.max_model_len + self.max_nodes
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAdmit:
+    """A request that takes a slot; `limit` is its number of committed tokens at the end.
+
+    `logprobs`: None for none, k for the drawn token's own and the k best.
+    """
+
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    limit: int
+    min_tokens: int
+    stop_ids: frozenset[int]
+    sampling: common_pb2.Sampling
+    logprobs: int | None
+    publish: bool
+
+    @property
+    def known_len(self) -> int:
+        """Tokens known at admission: what prefill covers."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEntry:
+    """Positions first .. first + count - 1 of a slot's known tokens.
+
+    `pages` is the slot's block table, valid during the call.
+    """
+
+    slot: int
+    first: int
+    count: int
+    last: bool
+    pages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeEntry:
+    """One slot of a decode step; `anchor` sits at position `start`, its KV slot.
+
+    `tree` is None for plain decode; otherwise its node 0 is the anchor, and the slot's pages hold
+    start + len(tree) positions.
+    """
+
+    slot: int
+    start: int
+    anchor: int
+    tree: Tree | None
+    pages: Sequence[int]
+
+    @property
+    def nodes(self) -> int:
+        """Rows of this slot in the step."""
+        return 1 if self.tree is None else len(self.tree)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log-softmax of raw logits at one emitted token: its own, and the best (id, value) pairs."""
+
+    logprob: float
+    top: Sequence[tuple[int, float]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EntryResult:
+    """What one entry committed.
+
+    `accepted` counts draft nodes on the walked path before any cut at a stop id or the limit;
+    `nodes` the rows verified (0 for prefill).
+    """
+
+    tokens: Sequence[int] = ()
+    finish: Finish = Finish.NONE
+    logprobs: Sequence[Logprob] = ()
+    nodes: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSpan:
+    """Feature rows first .. first + count - 1 of a slot."""
+
+    slot: int
+    first: int
+    count: int
+
+
+class TargetRunner(Protocol):
+    """Computes steps. Called by one thread; results are on the host when a call returns.
+
+    Entries are valid: the engine has checked slots, lengths and pages. A prefill entry with `last`
+    draws the token at position `first + count`; a decode entry draws, walks, cuts and commits KV,
+    features and sampling state, so that the slot's rows are `start + len(tokens)` afterwards.
+    """
+
+    @property
+    def spec(self) -> TargetSpec: ...
+
+    def admit(self, slot: int, admit: SlotAdmit) -> None:
+        """Takes the slot. Raises InvalidRequest naming a bad field; the slot stays free."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """Forgets the slot's request; its pages may be given to others at once."""
+        ...
+
+    def prefill(self, entries: Sequence[PrefillEntry]) -> list[EntryResult]: ...
+
+    def decode(self, entries: Sequence[DecodeEntry]) -> list[EntryResult]: ...
+
+    def features(self, spans: Sequence[FeatureSpan]) -> bytes | memoryview:
+        """Feature rows of all spans in order, raw little-endian; valid until the next call."""
+        ...
+
+    def lengths(self, slot: int) -> tuple[int, int]:
+        """(KV rows, feature rows) that the slot holds; feature rows = KV rows without a head."""
+        ...

@@ -1,0 +1,660 @@
+"""The target's engine with a fake runner: order, validation, sessions, cursor, pages. No gRPC."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from services.target.commands import (
+    Admit,
+    Attach,
+    Attached,
+    Command,
+    Detach,
+    Detached,
+    Event,
+    Outcome,
+    Plan,
+    PlanEntry,
+    Ready,
+    Rejected,
+    Release,
+    Rewind,
+    StepDone,
+    StepKind,
+)
+from services.target.engine import Engine
+from services.target.runner import Finish, SlotAdmit
+from slipstream.errors import PeerLost, SlipstreamError
+from slipstream.handoff.base import (
+    ContextMessage,
+    PeerSpec,
+    ProposedTree,
+    Proposal,
+    TargetEnd,
+)
+from slipstream.v1 import common_pb2 as pb
+from tests.fakes.encoding import decode_rows, next_token
+from tests.fakes.target import FakeTargetRunner, expected_output
+
+WAIT_S = 5.0
+
+
+class FakeEnd:
+    """A handoff end in memory; `propose` makes the proposal of a step from what was published."""
+
+    def __init__(self, session: int) -> None:
+        self.session = session
+        self.messages: list[ContextMessage] = []
+        self.awaited: list[tuple[int, tuple[int, int]]] = []
+        self.propose: Callable[[int], Proposal | None] = lambda step: Proposal(step)
+        self.reason = ""
+        self.alive = True
+        self.log: list[str] = []
+
+    def publish_context(self, message: ContextMessage) -> None:
+        self.messages.append(message)
+        self.log.append(f"publish {message.step}")
+
+    def await_proposal(self, step: int, shape: tuple[int, int]) -> Proposal | None:
+        self.awaited.append((step, shape))
+        return self.propose(step)
+
+    def end(self, reason: str) -> None:
+        if self.alive:
+            self.alive, self.reason = False, reason
+
+    def die(self, reason: str) -> None:
+        self.alive, self.reason = False, reason
+
+
+@dataclass
+class FakeConnector:
+    calls: list[tuple[int, int, str, PeerSpec]] = field(default_factory=list)
+    answer: Callable[[int], TargetEnd | SlipstreamError | None] = FakeEnd
+    pending: list[Callable[[TargetEnd | SlipstreamError], None]] = field(default_factory=list)
+
+    def connect(
+        self,
+        session: int,
+        first_step: int,
+        address: str,
+        spec: PeerSpec,
+        done: Callable[[TargetEnd | SlipstreamError], None],
+    ) -> None:
+        self.calls.append((session, first_step, address, spec))
+        answer = self.answer(session)
+        if answer is None:
+            self.pending.append(done)
+        else:
+            done(answer)
+
+
+class Driver:
+    """A gateway in the test: numbers commands and steps, collects events."""
+
+    def __init__(self, runner: FakeTargetRunner) -> None:
+        self.runner = runner
+        self.connector = FakeConnector()
+        self.ends: list[FakeEnd] = []
+        self.connector.answer = self._make_end
+        self.failure: list[BaseException] = []
+        self.loaded = threading.Event()
+        self.engine = Engine(
+            lambda: runner,
+            self.connector,
+            loaded=lambda spec: self.loaded.set(),
+            failed=self.failure.append,
+        )
+        self.engine.start()
+        self.number = 1
+        self.step = 0
+        self.open()
+
+    def _make_end(self, session: int) -> FakeEnd:
+        self.ends.append(FakeEnd(session))
+        return self.ends[-1]
+
+    def open(self) -> None:
+        events: queue.Queue[Event] = queue.Queue()
+        self.events = events
+        self.engine.open(events.put)
+        ready = self.next()
+        assert isinstance(ready, Ready)
+        self.step = ready.last_step
+
+    def close(self) -> None:
+        done = threading.Event()
+        self.engine.close(done.set)
+        assert done.wait(WAIT_S)
+
+    def next(self) -> Event:
+        return self.events.get(timeout=WAIT_S)
+
+    def send(self, make: Callable[[int], Command]) -> int:
+        self.number += 1
+        self.engine.submit(make(self.number))
+        return self.number
+
+    def admit(
+        self,
+        slot: int,
+        prompt: list[int],
+        *,
+        epoch: int = 1,
+        limit: int = 64,
+        output: tuple[int, ...] = (),
+        stop: tuple[int, ...] = (),
+        min_tokens: int = 0,
+        temperature: float = 0.0,
+        logprobs: int | None = None,
+        publish: bool = True,
+    ) -> int:
+        request = SlotAdmit(
+            prompt, output, limit, min_tokens, frozenset(stop),
+            pb.Sampling(temperature=temperature), logprobs, publish,
+        )  # fmt: skip
+        return self.send(lambda n: Admit(n, slot, epoch, request))
+
+    def plan(self, kind: StepKind, *entries: PlanEntry, session: int = 0) -> int:
+        self.step += 1
+        step = self.step
+        return self.send(lambda n: Plan(n, step, session, kind, entries, time.monotonic_ns()))
+
+    def prefill(
+        self,
+        slot: int,
+        first: int,
+        count: int,
+        last: bool = True,
+        *,
+        epoch: int = 1,
+        session: int = 0,
+        reserve: int | None = None,
+    ) -> StepDone:
+        held = first + count if reserve is None else reserve
+        entry = PlanEntry(slot, epoch, held, first=first, count=count, last=last)
+        self.plan(StepKind.PREFILL, entry, session=session)
+        return self.done()
+
+    def decode(self, *entries: PlanEntry, session: int = 0) -> StepDone:
+        self.plan(StepKind.DECODE, *entries, session=session)
+        return self.done()
+
+    def done(self) -> StepDone:
+        event = self.next()
+        assert isinstance(event, StepDone), event
+        assert event.step == self.step
+        return event
+
+    def rejected(self, number: int, code: int) -> Rejected:
+        event = self.next()
+        assert isinstance(event, Rejected), event
+        assert (event.command, event.code) == (number, code), event
+        return event
+
+    def attach(self, session: int = 7, first_step: int | None = None) -> FakeEnd:
+        first = self.step + 1 if first_step is None else first_step
+        self.send(lambda n: Attach(n, session, first, "draft:1"))
+        assert self.next() == Attached(session, "grpc")
+        return self.ends[-1]
+
+    def check(self) -> None:
+        """Every invariant; the engine is idle once its last event is here."""
+        self.engine.check()
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    made = Driver(FakeTargetRunner(eos_ids=(2,)))
+    yield made
+    made.engine.stop()
+    assert not made.failure
+
+
+def entry(slot: int, reserve: int, nodes: int = 1, replay: int = 0, epoch: int = 1) -> PlanEntry:
+    return PlanEntry(slot, epoch, reserve, nodes=nodes, replay=replay)
+
+
+def chain(slot: int, start: int, anchor: int, length: int, wrong_from: int = 99) -> ProposedTree:
+    """The fake model's own continuation, wrong from a depth on."""
+    tokens = [anchor]
+    for depth in range(1, length):
+        token = next_token(tokens[-1], start + depth, 1000)
+        tokens.append(token if depth < wrong_from else (token + 1) % 1000)
+    return ProposedTree(slot, 1, tokens, list(range(-1, length - 1)))
+
+
+def test_plain_decode_gives_the_model_s_tokens(driver: Driver) -> None:
+    prompt = [5, 6, 7]
+    want = expected_output(prompt, 20, 1000)
+    driver.admit(0, prompt, limit=20)
+    first = driver.prefill(0, 0, 3)
+    got = list(first.entries[0].result.tokens)
+    while True:
+        done = driver.decode(entry(0, 21))
+        result = done.entries[0].result
+        got += result.tokens
+        assert (result.nodes, result.accepted) == (1, 0)
+        if result.finish is not Finish.NONE:
+            break
+    assert got == want
+    assert result.finish is Finish.LIMIT
+    assert done.times.computed > 0 and done.times.started > 0 and done.times.queued > 0
+
+
+def test_chunked_prefill_equals_whole(driver: Driver) -> None:
+    prompt = list(range(10, 40))
+    driver.admit(0, prompt)
+    driver.admit(1, prompt)
+    whole = driver.prefill(0, 0, 30).entries[0].result.tokens
+    assert not driver.prefill(1, 0, 7, last=False).entries[0].result.tokens
+    assert not driver.prefill(1, 7, 16, last=False).entries[0].result.tokens
+    assert driver.prefill(1, 23, 7).entries[0].result.tokens == whole
+
+
+def test_readmission_goes_on_where_it_was(driver: Driver) -> None:
+    prompt = [9, 8, 7]
+    want = expected_output(prompt, 12, 1000)
+    driver.admit(0, prompt, output=tuple(want[:4]), limit=12)
+    got = list(driver.prefill(0, 0, 7).entries[0].result.tokens)
+    while len(got) < 5:
+        got += driver.decode(entry(0, 20)).entries[0].result.tokens
+    assert got == want[4:9][: len(got)]
+
+
+def test_stop_limit_and_padding(driver: Driver) -> None:
+    prompt = [5, 6, 7]
+    want = expected_output(prompt, 40, 1000)
+    stop = want[3]
+    driver.admit(0, prompt, limit=40, stop=(stop,))
+    driver.prefill(0, 0, 3)
+    driver.attach()
+    driver.ends[0].propose = lambda step: Proposal(step, (chain(0, 3, want[0], 8),), 11)
+    done = driver.decode(entry(0, 11, nodes=8), session=7)
+    result = done.entries[0].result
+    assert list(result.tokens) == want[1:4]
+    assert (result.finish, result.nodes, result.accepted) == (Finish.STOP, 8, 7)
+    assert done.times.drafted == 11
+    later = driver.decode(entry(0, 19, nodes=8), session=7)
+    assert later.entries[0].outcome is Outcome.PADDING
+    assert not later.entries[0].result.tokens
+    assert driver.ends[0].messages[-1] == ContextMessage(later.step)
+    assert len(driver.ends[0].awaited) == 1, "padding needs no proposal"
+    driver.send(lambda n: Release(n, 0, 1))
+    driver.admit(0, prompt, epoch=2)
+    assert driver.prefill(0, 0, 3, epoch=2).free_pages == 255
+
+
+def test_stop_wins_over_limit_and_min_tokens_bans(driver: Driver) -> None:
+    prompt = [5, 6, 7]
+    want = expected_output(prompt, 40, 1000)
+    driver.admit(0, prompt, limit=5, stop=(want[1],))
+    driver.prefill(0, 0, 3)
+    assert driver.decode(entry(0, 6)).entries[0].result.finish is Finish.STOP
+    banned = expected_output(prompt, 10, 1000, stop_ids=(want[1],), min_tokens=4)
+    driver.admit(1, prompt, limit=10, stop=(want[1],), min_tokens=4)
+    got = list(driver.prefill(1, 0, 3).entries[0].result.tokens)
+    for _ in range(6):
+        got += driver.decode(entry(1, 11)).entries[0].result.tokens
+    assert got == banned
+    assert want[1] not in got[:4]
+
+
+def test_tree_off_the_dense_path(driver: Driver) -> None:
+    prompt = [5, 6, 7]
+    want = expected_output(prompt, 40, 1000)
+    driver.admit(0, prompt, limit=40)
+    driver.prefill(0, 0, 3)
+    end = driver.attach()
+    bad = (want[1] + 1) % 1000
+    tree = ProposedTree(
+        0, 1, [want[0], bad, want[1], 4, want[2], 5, want[3]], [-1, 0, 0, 1, 2, 4, 4]
+    )
+    end.propose = lambda step: Proposal(step, (tree,))
+    result = driver.decode(entry(0, 16, nodes=8), session=7).entries[0].result
+    assert list(result.tokens) == want[1:5]
+    assert (result.nodes, result.accepted) == (7, 3)
+    end.propose = lambda step: Proposal(step)
+    assert list(driver.decode(entry(0, 16), session=7).entries[0].result.tokens) == [want[5]]
+    driver.check()
+
+
+def test_bad_proposals_cost_acceptance_only(driver: Driver) -> None:
+    prompt = [5, 6, 7]
+    want = expected_output(prompt, 40, 1000)
+    driver.admit(0, prompt, limit=40)
+    driver.prefill(0, 0, 3)
+    end = driver.attach()
+    trees = [
+        ProposedTree(0, 2, [want[0], want[1]], [-1, 0]),  # stale epoch
+        ProposedTree(3, 1, [want[0]], [-1]),  # another slot
+        ProposedTree(0, 1, [1, 5000, -3], [-1, 0, 0]),  # out of the vocabulary
+        ProposedTree(0, 1, [1, 2, 3], [-1, 2, 9]),  # parents ahead
+        ProposedTree(0, 1, [], []),
+        ProposedTree(0, 1, [1] * 9, list(range(-1, 8))),  # more than planned
+    ]
+    for index, tree in enumerate(trees):
+        end.propose = lambda step, tree=tree: Proposal(step, (tree,))  # type: ignore[misc]
+        result = driver.decode(entry(0, 40, nodes=8), session=7).entries[0].result
+        assert list(result.tokens) == [want[1 + index]], tree
+        assert result.nodes == 1
+    end.propose = lambda step: None
+    assert driver.decode(entry(0, 40, nodes=8), session=7).entries[0].result.nodes == 1
+
+
+def test_publish_follows_the_cursor(driver: Driver) -> None:
+    prompt = list(range(20, 30))
+    want = expected_output(prompt, 60, 1000)
+    end = driver.attach()
+    driver.admit(0, prompt, limit=60)
+    driver.prefill(0, 0, 6, last=False, session=7)
+    driver.prefill(0, 6, 4, session=7)
+    first, second = end.messages
+    assert [(r.first_row, r.count, r.caught_up) for r in first.records] == [(0, 6, False)]
+    assert decode_rows(first.rows) == [(20 + i, i) for i in range(6)]
+    assert [(r.first_row, r.count, r.caught_up) for r in second.records] == [(6, 4, True)]
+    assert second.records[0].anchor == want[0]
+    end.propose = lambda step: Proposal(step, (chain(0, 10, want[0], 4, wrong_from=3),))
+    driver.decode(entry(0, 20, nodes=4), session=7)
+    (record,) = end.messages[-1].records
+    assert (record.first_row, record.count, record.anchor) == (10, 3, want[3])
+    assert record.caught_up
+    assert decode_rows(end.messages[-1].rows) == [(want[i], 10 + i) for i in range(3)]
+
+    driver.send(lambda n: Rewind(n, 0, 1, 2))
+    driver.decode(entry(0, 20, replay=4), session=7)
+    (record,) = end.messages[-1].records
+    assert (record.first_row, record.count, record.caught_up) == (2, 5, False)
+    driver.decode(entry(0, 20, replay=40), session=7)
+    (record,) = end.messages[-1].records
+    assert (record.first_row, record.count, record.caught_up) == (7, 8, True)
+    number = driver.send(lambda n: Rewind(n, 0, 1, 16))
+    driver.rejected(number, pb.REJECT_CODE_LENGTH)
+
+
+def test_publish_false_sends_no_rows(driver: Driver) -> None:
+    end = driver.attach()
+    driver.admit(0, [1, 2, 3], publish=False)
+    driver.prefill(0, 0, 3, session=7)
+    driver.decode(entry(0, 10), session=7)
+    assert [m.records for m in end.messages] == [(), ()]
+    assert [m.step for m in end.messages] == [1, 2]
+
+
+def test_new_session_starts_at_row_0_and_old_one_counts_as_empty(driver: Driver) -> None:
+    driver.attach(7)
+    driver.admit(0, [1, 2, 3])
+    driver.prefill(0, 0, 3, session=7)
+    old = driver.ends[-1]
+    driver.send(lambda n: Detach(n, 7, "draft restarted"))
+    assert driver.next() == Detached(7, "draft restarted")
+    assert old.reason == "draft restarted"
+    done = driver.decode(entry(0, 20, nodes=4), session=7)  # was in flight
+    assert done.entries[0].result.nodes == 1
+    assert len(old.messages) == 1
+    new = driver.attach(8)
+    driver.decode(entry(0, 20, replay=100), session=8)
+    (record,) = new.messages[0].records
+    assert (record.first_row, record.count, record.caught_up) == (0, 5, True)
+    number = driver.send(lambda n: Attach(n, 7, 99, "draft:1"))
+    assert driver.rejected(number, pb.REJECT_CODE_SESSION).session == 7
+
+
+def test_a_dead_handoff_is_reported_in_a_step_and_when_idle(driver: Driver) -> None:
+    end = driver.attach(7)
+    driver.admit(0, [1, 2, 3])
+    driver.prefill(0, 0, 3, session=7)
+
+    def dies(step: int) -> Proposal | None:
+        end.die("watchdog")
+        return None
+
+    end.propose = dies
+    assert driver.decode(entry(0, 20, nodes=4), session=7).entries[0].result.nodes == 1
+    assert driver.next() == Detached(7, "watchdog")
+    again = driver.attach(8)
+    again.die("gone")
+    assert driver.next() == Detached(8, "gone")
+
+
+def test_attach_is_refused(driver: Driver) -> None:
+    number = driver.send(lambda n: Attach(n, 0, 1, "draft:1"))
+    driver.rejected(number, pb.REJECT_CODE_SESSION)
+    driver.plan(StepKind.DECODE)
+    driver.done()
+    number = driver.send(lambda n: Attach(n, 3, 1, "draft:1"))
+    driver.rejected(number, pb.REJECT_CODE_STEP_ORDER)
+    number = driver.send(lambda n: Attach(n, 3, 2, ""))
+    driver.rejected(number, pb.REJECT_CODE_PEER)
+    driver.connector.answer = lambda session: PeerLost("nobody at draft:1")
+    number = driver.send(lambda n: Attach(n, 4, 2, "draft:1"))
+    assert driver.rejected(number, pb.REJECT_CODE_PEER).reason == "nobody at draft:1"
+    number = driver.send(lambda n: Detach(n, 99, ""))
+    driver.rejected(number, pb.REJECT_CODE_SESSION)
+
+
+def test_plan_may_name_a_session_only_once_attached(driver: Driver) -> None:
+    driver.connector.answer = lambda session: None
+    driver.send(lambda n: Attach(n, 5, 1, "draft:1"))
+    driver.admit(0, [1, 2, 3])
+    entry_ = PlanEntry(0, 1, 3, first=0, count=3, last=True)
+    number = driver.plan(StepKind.PREFILL, entry_, session=5)
+    assert driver.rejected(number, pb.REJECT_CODE_SESSION).session == 5
+    assert driver.done().entries[0].outcome is Outcome.DONE
+    driver.send(lambda n: Detach(n, 5, "slow"))
+    assert driver.next() == Detached(5, "slow")
+    late = FakeEnd(5)
+    driver.connector.pending[0](late)
+    driver.decode(entry(0, 9))
+    assert not late.alive
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"slot": 8}, pb.REJECT_CODE_SLOT_RANGE),
+        ({"slot": 1}, pb.REJECT_CODE_SLOT_EMPTY),
+        ({"epoch": 2}, pb.REJECT_CODE_STALE_EPOCH),
+        ({"nodes": 0}, pb.REJECT_CODE_LENGTH),
+        ({"nodes": 257}, pb.REJECT_CODE_LENGTH),
+        ({"reserve": 3}, pb.REJECT_CODE_LENGTH),
+        ({"reserve": 5000}, pb.REJECT_CODE_LENGTH),
+    ],
+)
+def test_bad_decode_entries(driver: Driver, change: dict[str, int], code: int) -> None:
+    driver.admit(0, [1, 2, 3])
+    driver.prefill(0, 0, 3)
+    end = driver.attach()
+    fields = {"slot": 0, "epoch": 1, "reserve": 20, "nodes": 1} | change
+    number = driver.plan(StepKind.DECODE, PlanEntry(**fields), session=7)
+    event = driver.rejected(number, code)
+    assert event.step == driver.step
+    done = driver.done()
+    assert done.entries[0].outcome is Outcome.DROPPED
+    assert end.messages == [ContextMessage(done.step)], "the step is finished all the same"
+    good = driver.decode(entry(0, 20))
+    assert good.entries[0].outcome is Outcome.DONE
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"first": 1, "count": 2, "last": True},
+        {"first": 0, "count": 0, "last": False},
+        {"first": 0, "count": 4, "last": True},
+        {"first": 0, "count": 3, "last": False},
+        {"first": 0, "count": 2, "last": True},
+        {"first": 0, "count": 3, "last": True, "reserve": 2},
+    ],
+)
+def test_bad_prefill_entries(driver: Driver, fields: dict[str, int]) -> None:
+    driver.admit(0, [1, 2, 3])
+    full = PlanEntry(**({"slot": 0, "epoch": 1, "reserve": 10} | fields))
+    number = driver.plan(StepKind.PREFILL, full)
+    driver.rejected(number, pb.REJECT_CODE_LENGTH)
+    assert driver.done().entries[0].outcome is Outcome.DROPPED
+    number = driver.plan(StepKind.DECODE, entry(0, 10))
+    driver.rejected(number, pb.REJECT_CODE_LENGTH)
+    driver.done()
+    assert driver.prefill(0, 0, 3).entries[0].outcome is Outcome.DONE
+
+
+def test_other_entries_go_on(driver: Driver) -> None:
+    for slot in (0, 1):
+        driver.admit(slot, [1, 2, 3])
+        driver.prefill(slot, 0, 3)
+    number = driver.plan(StepKind.DECODE, entry(0, 9), entry(0, 9), entry(5, 9), entry(1, 9))
+    driver.rejected(number, pb.REJECT_CODE_BAD_VALUE)
+    driver.rejected(number, pb.REJECT_CODE_SLOT_EMPTY)
+    outcomes = [e.outcome for e in driver.done().entries]
+    assert outcomes == [Outcome.DONE, Outcome.DROPPED, Outcome.DROPPED, Outcome.DONE]
+
+
+def test_kindless_plan_and_step_order(driver: Driver) -> None:
+    driver.admit(0, [1, 2, 3])
+    number = driver.plan(StepKind.UNKNOWN, entry(0, 9))
+    driver.rejected(number, pb.REJECT_CODE_BAD_VALUE)
+    driver.done()
+    driver.step += 1  # a gap
+    number = driver.plan(StepKind.DECODE, entry(0, 9))
+    driver.rejected(number, pb.REJECT_CODE_STEP_ORDER)
+    assert driver.done().entries[0].outcome is Outcome.DROPPED
+    driver.step = 1
+    driver.prefill(0, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"slot": 9}, pb.REJECT_CODE_SLOT_RANGE),
+        ({"prompt": []}, pb.REJECT_CODE_LENGTH),
+        ({"limit": 3}, pb.REJECT_CODE_LENGTH),
+        ({"limit": 513}, pb.REJECT_CODE_LENGTH),
+        ({"prompt": [1, 1000, 2]}, pb.REJECT_CODE_BAD_VALUE),
+        ({"output": (5000,)}, pb.REJECT_CODE_BAD_VALUE),
+        ({"stop": (1000,)}, pb.REJECT_CODE_BAD_VALUE),
+        ({"logprobs": 21}, pb.REJECT_CODE_BAD_VALUE),
+        ({"temperature": -1.0}, pb.REJECT_CODE_BAD_VALUE),
+    ],
+)
+def test_bad_admits(driver: Driver, change: dict[str, object], code: int) -> None:
+    fields: dict[str, object] = {"slot": 0, "prompt": [1, 2, 3]} | change
+    number = driver.admit(**fields)  # type: ignore[arg-type]
+    driver.rejected(number, code)
+    driver.admit(0, [1, 2, 3], epoch=2)
+    assert driver.prefill(0, 0, 3, epoch=2).entries[0].outcome is Outcome.DONE
+
+
+def test_occupied_and_stale_admits(driver: Driver) -> None:
+    driver.admit(0, [1, 2, 3], epoch=5)
+    driver.rejected(driver.admit(0, [1, 2, 3], epoch=6), pb.REJECT_CODE_STALE_EPOCH)
+    driver.rejected(driver.send(lambda n: Release(n, 0, 4)), pb.REJECT_CODE_STALE_EPOCH)
+    driver.send(lambda n: Release(n, 0, 5))
+    driver.rejected(driver.admit(0, [1, 2, 3], epoch=5), pb.REJECT_CODE_STALE_EPOCH)
+    driver.rejected(driver.send(lambda n: Release(n, 0, 5)), pb.REJECT_CODE_SLOT_EMPTY)
+
+
+def test_no_pages(driver: Driver) -> None:
+    small = Driver(FakeTargetRunner(pages=4, page_size=4))
+    small.admit(0, [1, 2, 3, 4, 5])
+    small.admit(1, [1, 2, 3, 4, 5])
+    assert small.prefill(0, 0, 5, reserve=12).free_pages == 1
+    number = small.plan(StepKind.PREFILL, PlanEntry(1, 1, 5, first=0, count=5, last=True))
+    small.rejected(number, pb.REJECT_CODE_NO_PAGES)
+    assert small.done().free_pages == 1
+    small.send(lambda n: Release(n, 0, 1))
+    assert small.prefill(1, 0, 5).free_pages == 2
+    assert small.decode(entry(1, 7)).free_pages == 2, "the watermark rises in whole pages"
+    small.close()
+    small.open()
+    small.admit(0, [1], epoch=1)
+    assert small.prefill(0, 0, 1).free_pages == 3
+    small.engine.stop()
+
+
+def test_a_lost_gateway_s_steps_are_finished_and_slots_freed(driver: Driver) -> None:
+    end = driver.attach()
+    driver.admit(0, [1, 2, 3])
+    driver.prefill(0, 0, 3, session=7)
+    for _ in range(5):
+        driver.plan(StepKind.DECODE, entry(0, 40), session=7)
+    driver.close()
+    assert len(driver.runner.calls) == 6
+    assert [m.step for m in end.messages] == list(range(1, 7))
+    assert end.reason == "the gateway went"
+    driver.open()
+    assert driver.step == 6
+    driver.admit(0, [1, 2, 3], epoch=1)  # epochs begin anew
+    assert driver.prefill(0, 0, 3).free_pages == 255
+
+
+def test_context_is_published_before_the_step_is_reported() -> None:
+    driver = Driver(FakeTargetRunner())
+    end = driver.attach()
+    emitted = driver.events
+
+    def emit(event: Event) -> None:
+        end.log.append(type(event).__name__)
+        emitted.put(event)
+
+    driver.engine._emit = emit
+    driver.admit(0, [1, 2, 3])
+    driver.prefill(0, 0, 3, session=7)
+    assert end.log == ["publish 1", "StepDone"]
+    driver.engine.stop()
+
+
+def test_drain_refuses_new_requests_and_reports_the_last_release(driver: Driver) -> None:
+    driver.admit(0, [1, 2, 3])
+    driver.prefill(0, 0, 3)
+    drained = threading.Event()
+    driver.engine.drain(drained.set)
+    driver.rejected(driver.admit(1, [1, 2, 3]), pb.REJECT_CODE_DRAINING)
+    assert driver.decode(entry(0, 9)).entries[0].outcome is Outcome.DONE
+    assert not drained.is_set()
+    driver.send(lambda n: Release(n, 0, 1))
+    assert drained.wait(WAIT_S)
+
+
+def test_an_exception_in_a_step_ends_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver(FakeTargetRunner())
+    driver.admit(0, [1, 2, 3])
+    driver.runner.fail_next = True
+    driver.plan(StepKind.PREFILL, PlanEntry(0, 1, 3, first=0, count=3, last=True))
+    driver.engine.stop()
+    assert [str(e) for e in driver.failure] == ["the fake target was told to fail"]
+    assert "the engine failed" in caplog.text
+
+
+def test_no_draft_head_no_session() -> None:
+    driver = Driver(FakeTargetRunner(feature_width=0))
+    number = driver.send(lambda n: Attach(n, 1, 1, "draft:1"))
+    driver.rejected(number, pb.REJECT_CODE_PEER)
+    driver.engine.stop()
+
+
+def test_engine_overhead() -> None:
+    """A decode step of 8 slots and 8 x 8 nodes costs the engine little beside the model."""
+    driver = Driver(FakeTargetRunner(paranoid=False))
+    end = driver.attach()
+    for slot in range(8):
+        driver.admit(slot, [1, 2, 3], limit=500)
+        driver.prefill(slot, 0, 3, session=7)
+    end.propose = lambda step: Proposal(step, tuple(chain(slot, 3, 1, 8) for slot in range(8)))
+    times = []
+    for i in range(60):
+        entries = [entry(slot, 3 + i + 16, nodes=8) for slot in range(8)]
+        before = driver.runner.busy_s
+        began = time.perf_counter()
+        driver.decode(*entries, session=7)
+        times.append(time.perf_counter() - began - (driver.runner.busy_s - before))
+    times.sort()
+    print(f"engine overhead: median {1e6 * times[30]:.0f} us")
+    assert times[30] < 2e-3, "far above what it should be, even on a busy machine"
+    driver.engine.stop()
