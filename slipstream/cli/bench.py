@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import orjson
 from pydantic import Field, field_validator
-from pydantic_settings import CliToggleFlag, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -61,7 +61,7 @@ class BenchSettings(ProcessSettings):
     limit: int | None = Field(None, ge=1, description="use only the first so many prompts")
     temperature: float = Field(0.0, ge=0, le=2, description="0 is greedy")
     seed: int = Field(0, description="seed of every request")
-    no_draft: CliToggleFlag[bool] = Field(False, description="ask for plain decoding")
+    draft: bool = Field(True, description="--no-draft asks for plain decoding")
     endpoint: Endpoint = Field(
         "auto", description="chat, completions, or auto: completions for prompt_ids only"
     )
@@ -184,7 +184,7 @@ async def _measure(
             max_tokens=settings.max_tokens,
             temperature=settings.temperature,
             seed=settings.seed,
-            draft=not settings.no_draft,
+            draft=settings.draft,
         )
         warmed = await warm_up(http, max(streams), options, rows)
         console.print(f"{warmed} warm-up requests, on prompts outside the measured set")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from pydantic import Field
-from pydantic_settings import CliToggleFlag, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
 from slipstream.cli.client import (
     CHAT,
@@ -41,7 +41,7 @@ class ChatSettings(ProcessSettings):
     temperature: float = Field(0.0, ge=0, le=2, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1, description="nucleus mass")
     seed: int | None = Field(None, description="default: random")
-    no_draft: CliToggleFlag[bool] = Field(False, description="ask for plain decoding")
+    draft: bool = Field(True, description="--no-draft asks for plain decoding")
 
 
 class Chat:
@@ -62,7 +62,7 @@ class Chat:
             temperature=settings.temperature,
             top_p=settings.top_p,
             seed=settings.seed,
-            draft=not settings.no_draft,
+            draft=settings.draft,
         )
         self.reset()
 
