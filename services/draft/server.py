@@ -104,13 +104,15 @@ async def serve(load: Callable[[], DraftRunner], host: str, port: int, **server:
     signalled = asyncio.create_task(wait_for_signal())
     await draft.start(host, port)
     loading = asyncio.create_task(draft.load())
-    await asyncio.wait({loading, signalled}, return_when=asyncio.FIRST_COMPLETED)
+    begun: set[asyncio.Future[Any]] = {loading, signalled}
+    await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         return 0  # told to end while loading
     spec = loading.result()
     log.info("serving %s at %s:%d", spec.model, host, draft.port)
     print("READY", json.dumps({"grpc": f"{host}:{draft.port}", "http": None}), flush=True)
-    await asyncio.wait({signalled, draft.failure}, return_when=asyncio.FIRST_COMPLETED)
+    ends: set[asyncio.Future[Any]] = {signalled, draft.failure}
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     if draft.failure.done():
         log.critical("a step failed: this process's state is not to be trusted")
         return 1
