@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -31,6 +30,7 @@ from services.target.server import TargetServer, serve
 from services.target.servicer import LEASE_S
 from slipstream.errors import InvalidRequest
 from slipstream.tree import Tree, cut, walk
+from tests.fakes.busy import busy
 from tests.fakes.encoding import (
     FEATURE_DTYPE,
     FEATURE_WIDTH,
@@ -39,15 +39,6 @@ from tests.fakes.encoding import (
     encode_rows,
     next_token,
 )
-
-_BLOCK = bytes(32 << 10)  # hashing more than 2 KiB releases the interpreter lock
-
-
-def busy(seconds: float) -> None:
-    """Keeps a core busy with the interpreter lock released, as torch's kernels do."""
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        hashlib.sha256(_BLOCK)
 
 
 def drawn_token(previous: int, position: int, vocab: int, banned: Collection[int] = ()) -> int:

@@ -34,8 +34,8 @@ from slipstream.errors import PeerLost, SlipstreamError
 from slipstream.handoff.base import (
     ContextMessage,
     PeerSpec,
-    ProposedTree,
     Proposal,
+    ProposedTree,
     TargetEnd,
 )
 from slipstream.v1 import common_pb2 as pb
