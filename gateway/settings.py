@@ -1,0 +1,116 @@
+"""Settings of the gateway process, and the part of them that the scheduler reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import SettingsConfigDict
+
+from slipstream.settings import ProcessSettings
+
+PingPongMode = Literal["auto", "on", "off"]
+TreeName = Literal["chain", "top2gap", "accum_logp", "best_first"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """What the scheduler must know before it is connected; see `GatewaySettings` for each."""
+
+    target: str
+    draft: str | None = None
+    max_queue: int = 256
+    pipeline_depth: int = 1
+    ping_pong: PingPongMode = "auto"
+    pin_nodes: bool = False
+    tree: TreeName | None = None
+    width: int | None = None
+    budget: int | None = None
+    min_free_slots: int = 0
+    refill_wait_s: float = 0.05
+    max_prefill_chunk: int = 512
+    recover_timeout_s: float = 60.0
+    draft_wait_s: float = 10.0
+
+
+class GatewaySettings(ProcessSettings):
+    """Flags of `python -m gateway`; flag --max-queue and SLIPSTREAM_GATEWAY_MAX_QUEUE are one."""
+
+    model_config = SettingsConfigDict(env_prefix="SLIPSTREAM_GATEWAY_")
+
+    target: str = Field(description="host:port of the target server")
+    draft: str = Field(default="none", description="host:port of the draft server, or none")
+    tokenizer: str | None = Field(
+        default=None, description="folder with tokenizer.json, hub id or embedded model name"
+    )
+    host: str = Field(default="127.0.0.1", description="address of both client doors")
+    port: int = Field(default=8000, ge=0, le=65535, description="REST port; 0 takes a free one")
+    grpc_port: int = Field(default=0, ge=0, le=65535, description="gRPC port; 0 takes a free one")
+    served_name: str | None = Field(
+        default=None, description="model name that clients use; default: the target's"
+    )
+    max_queue: int = Field(
+        default=256, ge=1, description="requests that may wait beyond those in slots"
+    )
+    pipeline_depth: Literal[0, 1] = Field(
+        default=1, description="plans ahead of the step that runs; 0 is the lock-step loop"
+    )
+    ping_pong: PingPongMode = Field(
+        default="auto", description="draft one half of the requests while the other is verified"
+    )
+    pin_nodes: bool | None = Field(
+        default=None,
+        description="always verify the whole tree; default: only when --tree, --width or --budget"
+        " is given",
+    )
+    tree: TreeName | None = Field(
+        default=None, description="tree mode of every request; default: the draft server's"
+    )
+    width: int | None = Field(default=None, ge=1, description="children per node; 1 is the chain")
+    budget: int | None = Field(
+        default=None, ge=1, le=256, description="nodes of a tree, root included"
+    )
+    min_free_slots: int = Field(
+        default=0, ge=0, description="free slots that a refill waits for; 0: 2/3/4 by slots"
+    )
+    refill_wait_ms: float = Field(
+        default=50.0, ge=0, description="longest that a refill waits for more free slots"
+    )
+    max_prefill_chunk: int = Field(
+        default=512, ge=1, description="prompt rows computed between two decode steps"
+    )
+    recover_timeout: float = Field(
+        default=60.0, ge=0, description="seconds that requests wait for a lost target"
+    )
+    drain_s: float = Field(
+        default=30.0, ge=0, description="seconds that running requests get after SIGTERM"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info")
+
+    @field_validator("target", "draft")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        host, colon, port = value.rpartition(":")
+        if value != "none" and not (host and colon and port.isdecimal()):
+            raise ValueError("must be host:port")
+        return value
+
+    def scheduler(self) -> SchedulerSettings:
+        """The scheduler's part, with what is derived resolved."""
+        shaped = not (self.tree is None and self.width is None and self.budget is None)
+        return SchedulerSettings(
+            target=self.target,
+            draft=None if self.draft == "none" else self.draft,
+            max_queue=self.max_queue,
+            pipeline_depth=self.pipeline_depth,
+            ping_pong=self.ping_pong,
+            pin_nodes=shaped if self.pin_nodes is None else self.pin_nodes,
+            tree=self.tree,
+            width=self.width,
+            budget=self.budget,
+            min_free_slots=self.min_free_slots,
+            refill_wait_s=self.refill_wait_ms / 1e3,
+            max_prefill_chunk=self.max_prefill_chunk,
+            recover_timeout_s=self.recover_timeout,
+        )
