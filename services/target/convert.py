@@ -24,6 +24,7 @@ from services.target.commands import (
 from services.target.runner import CostPoint, Finish, SlotAdmit, TargetSpec
 from slipstream import wire
 from slipstream.errors import ProtocolError
+from slipstream.params import SamplingParams
 from slipstream.v1 import common_pb2, target_pb2
 
 _KINDS = {
@@ -79,7 +80,7 @@ def _admit(message: target_pb2.TargetAdmit) -> SlotAdmit:
         limit=message.limit,
         min_tokens=message.min_tokens,
         stop_ids=frozenset(message.stop_ids),
-        sampling=message.sampling,
+        sampling=SamplingParams.from_proto(message.sampling),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         publish=message.publish,
     )

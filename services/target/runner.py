@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from slipstream.params import SamplingParams
 from slipstream.tree import Tree
-from slipstream.v1 import common_pb2
 
 
 class Finish(StrEnum):
@@ -74,7 +74,7 @@ class SlotAdmit:
     limit: int
     min_tokens: int
     stop_ids: frozenset[int]
-    sampling: common_pb2.Sampling
+    sampling: SamplingParams
     logprobs: int | None
     publish: bool
 
@@ -162,7 +162,7 @@ class TargetRunner(Protocol):
     def spec(self) -> TargetSpec: ...
 
     def admit(self, slot: int, admit: SlotAdmit) -> None:
-        """Takes the slot. Raises InvalidRequest naming a bad field; the slot stays free."""
+        """Takes the slot; the engine has checked every field."""
         ...
 
     def release(self, slot: int) -> None:

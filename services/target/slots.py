@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from services.target.commands import Reject
 from services.target.pages import BlockTable, PagePool
 from services.target.runner import Finish, SlotAdmit, TargetSpec
+from slipstream.errors import InvalidRequest
 from slipstream.v1 import common_pb2 as pb
 
 
@@ -104,7 +105,7 @@ class SlotTable:
             )
         return slot
 
-    def admit(self, number: int, epoch: int, request: SlotAdmit) -> Slot:
+    def admit(self, number: int, epoch: int, request: SlotAdmit) -> None:
         """Occupies a slot; holds no pages yet. Raises Refused."""
         self._in_range(number)
         held = self._slots[number]
@@ -118,10 +119,9 @@ class SlotTable:
                 pb.REJECT_CODE_STALE_EPOCH, f"epoch: {epoch} of slot {number} is not above {last}"
             )
         check_request(request, self._spec)
-        slot = Slot(number, epoch, request, BlockTable(self.pool), request.known_len)
-        self._slots[number] = slot
+        table = BlockTable(self.pool)
+        self._slots[number] = Slot(number, epoch, request, table, request.known_len)
         self._last_epochs[number] = epoch
-        return slot
 
     def release(self, slot: Slot) -> None:
         """Frees a slot and gives its pages back."""
@@ -168,3 +168,7 @@ def check_request(request: SlotAdmit, spec: TargetSpec) -> None:
             pb.REJECT_CODE_BAD_VALUE,
             f"logprobs: {request.logprobs} is more than {MAX_LOGPROBS}",
         )
+    try:
+        request.sampling.validate(spec.vocab_size)
+    except InvalidRequest as error:
+        raise Refused(pb.REJECT_CODE_BAD_VALUE, f"sampling: {error}") from error

@@ -38,6 +38,7 @@ from slipstream.handoff.base import (
     ProposedTree,
     TargetEnd,
 )
+from slipstream.params import SamplingParams
 from slipstream.v1 import common_pb2 as pb
 from tests.fakes.encoding import decode_rows, next_token
 from tests.fakes.target import FakeTargetRunner, expected_output
@@ -157,7 +158,7 @@ class Driver:
     ) -> int:
         request = SlotAdmit(
             prompt, output, limit, min_tokens, frozenset(stop),
-            pb.Sampling(temperature=temperature), logprobs, publish,
+            SamplingParams(temperature=temperature), logprobs, publish,
         )  # fmt: skip
         return self.send(lambda n: Admit(n, slot, epoch, request))
 
