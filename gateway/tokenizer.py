@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -93,6 +95,30 @@ class Tokenizer:
     def close(self) -> None:
         """Ends the worker threads once their present work is done."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def resolve_folder(name: str | None) -> Path:
+    """The folder of `name`: a folder, or what the engine's model resolver knows by that name.
+
+    A hub id or the embedded model is resolved in a process of its own, since preparing a model
+    needs torch, which never enters this one. Raises ConfigError naming what could not be found.
+    """
+    if name is None:
+        raise ConfigError("--tokenizer: a folder, hub id or embedded model name is required")
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream.models.prepare", name],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found = [line for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode != 0 or not found or not Path(found[-1]).is_dir():
+        reason = (done.stderr.strip() or done.stdout.strip() or "nothing found").splitlines()[-1]
+        raise ConfigError(f"--tokenizer: cannot resolve {name!r}: {reason}")
+    return Path(found[-1])
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,198 @@
+"""The life of the gateway process: sockets, both doors on one loop, readiness, the drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import uvicorn
+from prometheus_client.registry import Collector
+
+from gateway.app import create_app
+from gateway.generation import Bridge
+from gateway.metrics import FrontMetrics
+from gateway.request import Deliver
+from gateway.service import SchedulerPort, Service
+from gateway.servicer import SERVICE_NAME, GatewayServicer
+from gateway.settings import GatewaySettings
+from gateway.template import ChatTemplate
+from gateway.tokenizer import Tokenizer
+from slipstream.errors import ConfigError, PairError
+from slipstream.metrics import registry
+from slipstream.serving import Server, wait_for_signal
+from slipstream.v1 import gateway_pb2_grpc as rpc
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.05  # how often readiness is looked at
+_ERRORS_S = 0.5  # what the last error events get to leave after the drain time
+
+
+class SchedulerThread(SchedulerPort, Protocol):
+    """A scheduler with its own thread."""
+
+    def start(self) -> None:
+        """Starts the thread."""
+
+    def stop(self, drain_s: float) -> None:
+        """Ends the thread once nothing runs, at the latest after `drain_s` s; blocks."""
+
+    def collectors(self) -> tuple[Collector, ...]:
+        """Its metrics."""
+
+
+class RestServer(uvicorn.Server):
+    """uvicorn without its signal handlers: signals are the process's affair."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals alone."""
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError naming the address when it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def joined(host: str, port: int) -> str:
+    """host:port, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Front:
+    """Both doors over one scheduler.
+
+    Attributes:
+        http, grpc: host:port of each door, known after `start`.
+    """
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        make_scheduler: Callable[[Deliver], SchedulerThread],
+    ) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer
+        bridge = Bridge(asyncio.get_running_loop())
+        metrics = FrontMetrics()
+        self.scheduler = make_scheduler(bridge.deliver)
+        self.service = Service(
+            self.scheduler, bridge, tokenizer, template, metrics, settings.served_name
+        )
+        app = create_app(
+            self.service, registry((*metrics.collectors(), *self.scheduler.collectors()))
+        )
+        self._rest = RestServer(
+            uvicorn.Config(
+                app,
+                loop="none",
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=2,
+            )
+        )
+        self._grpc = Server([SERVICE_NAME])
+        rpc.add_GatewayServiceServicer_to_server(GatewayServicer(self.service), self._grpc.grpc)
+        self._rest_task: asyncio.Task[None] | None = None
+        self.http = self.grpc = ""
+
+    async def start(self) -> None:
+        """Opens both doors, not yet ready, and starts the scheduler.
+
+        Raises ConfigError when an address is in use; then nothing was started.
+        """
+        settings = self._settings
+        sock = listen(settings.host, settings.port)
+        try:
+            grpc_host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            port = await self._grpc.start(grpc_host, settings.grpc_port)
+        except ConfigError:
+            sock.close()
+            raise
+        self.http = joined(settings.host, sock.getsockname()[1])
+        self.grpc = joined(settings.host, port)
+        self.scheduler.start()
+        self._rest_task = asyncio.create_task(self._rest.serve(sockets=[sock]))
+
+    async def until_ready(self) -> None:
+        """Waits for the scheduler's target. Raises PairError when the tokenizer is not its own."""
+        while not self.scheduler.ready:  # noqa: ASYNC110 - set on another thread
+            await asyncio.sleep(_POLL_S)
+        vocab = self.scheduler.info.vocab_size
+        if self._tokenizer.vocab_size > vocab:
+            raise PairError(
+                f"the tokenizer has {self._tokenizer.vocab_size} ids,"
+                f" but the target's vocabulary only {vocab}"
+            )
+
+    async def follow_health(self) -> None:
+        """Keeps the gRPC health in step with the service for ever; cancel it to end."""
+        said = None
+        while True:
+            if said != self.service.ready:
+                said = self.service.ready
+                await self._grpc.ready(said)
+                log.info("serving" if said else "not serving")
+            await asyncio.sleep(_POLL_S)
+
+    async def stop(self, drain_s: float) -> None:
+        """Not serving at once; running requests get `drain_s` s; then everything closes."""
+        self.service.draining = True
+        await self._grpc.ready(False)
+        if not await self.service.drain(drain_s):
+            log.warning("drain: requests were ended after %g s", drain_s)
+            await asyncio.sleep(_ERRORS_S)
+        self._rest.should_exit = True
+        await self._grpc.stop(_ERRORS_S)
+        if self._rest_task is not None:
+            await self._rest_task
+        await asyncio.to_thread(self.scheduler.stop, 0.0)
+        self._tokenizer.close()
+
+
+async def serve(
+    settings: GatewaySettings,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    make_scheduler: Callable[[Deliver], SchedulerThread],
+) -> None:
+    """Runs the gateway until a signal. Raises ConfigError when it cannot start."""
+    front = Front(settings, tokenizer, template, make_scheduler)
+    await front.start()
+    signalled = asyncio.create_task(wait_for_signal())
+    ready = asyncio.create_task(front.until_ready())
+    await asyncio.wait((signalled, ready), return_when=asyncio.FIRST_COMPLETED)
+    health: asyncio.Task[None] | None = None
+    drain_s = settings.drain_s
+    try:
+        if ready.done():
+            ready.result()
+            health = asyncio.create_task(front.follow_health())
+            print("READY", json.dumps({"grpc": front.grpc, "http": front.http}), flush=True)
+        await signalled
+        log.info("signal: no new requests; running ones get %g s", drain_s)
+    except ConfigError:
+        drain_s = 0.0
+        raise
+    finally:
+        for task in (ready, signalled, health):
+            if task is not None:
+                task.cancel()
+        await front.stop(drain_s)

@@ -1,0 +1,80 @@
+"""The gateway's doors over a fake scheduler, in the test's own event loop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from gateway.request import Deliver, GenerateParams
+from gateway.server import Front
+from gateway.settings import GatewaySettings
+from gateway.template import ChatTemplate
+from gateway.tokenizer import Tokenizer
+from tests.fakes.scheduler import FakeScheduler, Script, model_info
+from tests.tiny import make_tokenizer
+
+
+@dataclass
+class Stage:
+    """A running front and what a test needs of it."""
+
+    front: Front
+    scheduler: FakeScheduler
+    tokenizer: Tokenizer
+    http: httpx.AsyncClient
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.front.http}"
+
+
+def said(tokenizer: Tokenizer, text: str, *, end: bool = True) -> list[int]:
+    """The ids of `text`, and the end token."""
+    return tokenizer._encode([text], False)[0] + ([2] if end else [])
+
+
+def script_of(tokenizer: Tokenizer, text: str, *, end: bool = True) -> Script:
+    """Every request is answered with `text`."""
+
+    def script(params: GenerateParams) -> Sequence[int]:
+        return said(tokenizer, text, end=end)
+
+    return script
+
+
+@asynccontextmanager
+async def stage(
+    folder: Path,
+    text: str = "hello world",
+    *,
+    end: bool = True,
+    script: Script | None = None,
+    max_model_len: int = 512,
+    served_name: str | None = None,
+    **options: object,
+) -> AsyncIterator[Stage]:
+    """Both doors on free ports; every request is answered with `text` unless there is a script."""
+    if not (folder / "tokenizer.json").exists():
+        make_tokenizer(folder)
+    tokenizer = Tokenizer.load(folder)
+    settings = GatewaySettings(target="127.0.0.1:1", port=0, served_name=served_name)
+
+    def make(deliver: Deliver) -> FakeScheduler:
+        return FakeScheduler(
+            deliver,
+            script or script_of(tokenizer, text, end=end),
+            info=model_info(tokenizer.vocab_size, max_model_len),
+            **options,  # type: ignore[arg-type]
+        )
+
+    front = Front(settings, tokenizer, ChatTemplate.load(folder, tokenizer), make)
+    await front.start()
+    try:
+        async with httpx.AsyncClient(base_url=f"http://{front.http}", trust_env=False) as http:
+            yield Stage(front, front.scheduler, tokenizer, http)  # type: ignore[arg-type]
+    finally:
+        await front.stop(0.0)

@@ -1,0 +1,197 @@
+"""A scheduler without servers: scripted tokens, several per step, from a thread of its own.
+
+`python -m tests.fakes.scheduler FLAGS` runs the whole gateway process over it; beside the gateway's
+own flags, SLIPSTREAM_FAKE_STEP_MS and SLIPSTREAM_FAKE_TOKENS set the step and its tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prometheus_client.registry import Collector
+
+from gateway.request import Chunk, Deliver, GenerateParams, ModelInfo
+from slipstream.errors import Draining, QueueFull, SlipstreamError
+
+Script = Callable[[GenerateParams], Sequence[int]]
+
+
+def noise_script(low: int, vocab: int, length: int = 100_000) -> Script:
+    """Ids in [low, vocab) that depend on prompt, seed, choice and position only."""
+
+    def script(params: GenerateParams) -> Sequence[int]:
+        key = repr((params.prompt_ids, params.seed, params.choice)).encode()
+        size = min(length, params.max_tokens)
+        stream = hashlib.shake_128(key).digest(4 * size)
+        words = (stream[i : i + 4] for i in range(0, 4 * size, 4))
+        return [low + int.from_bytes(word, "little") % (vocab - low) for word in words]
+
+    return script
+
+
+@dataclass
+class Running:
+    """One request: its tokens to come."""
+
+    params: GenerateParams
+    tokens: Sequence[int]
+    given: int = 0
+    lengths: list[int] = field(default_factory=list)
+
+
+class FakeScheduler:
+    """Gives each running request `per_step` tokens every `step_s` seconds.
+
+    Attributes:
+        cancelled: ids given to `cancel`, in order.
+        submitted: every accepted request's parameters.
+        fail_after: a request fails with this error once it has given so many tokens.
+    """
+
+    def __init__(
+        self,
+        deliver: Deliver,
+        script: Script,
+        *,
+        info: ModelInfo,
+        step_s: float = 0.002,
+        per_step: int = 3,
+        max_running: int = 1000,
+        ready: bool = True,
+    ) -> None:
+        self._deliver = deliver
+        self._script = script
+        self.info = info
+        self.ready = ready
+        self.step_s = step_s
+        self.per_step = per_step
+        self.max_running = max_running
+        self.cancelled: list[int] = []
+        self.submitted: list[GenerateParams] = []
+        self.fail_after: tuple[int, SlipstreamError] | None = None
+        self.steps = 0
+        self._ids = itertools.count(1)
+        self._running: dict[int, Running] = {}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fake scheduler", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, drain_s: float) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def collectors(self) -> tuple[Collector, ...]:
+        return ()
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def submit(self, params: GenerateParams) -> int:
+        if self._stopping.is_set():
+            raise Draining("the scheduler stops")
+        params.validate(self.info)
+        with self._lock:
+            if len(self._running) >= self.max_running:
+                raise QueueFull(f"{self.max_running} requests wait already", retry_after=2.5)
+            number = next(self._ids)
+            self._running[number] = Running(params, self._script(params))
+            self.submitted.append(params)
+        return number
+
+    def cancel(self, request_id: int) -> None:
+        with self._lock:
+            self.cancelled.append(request_id)
+            self._running.pop(request_id, None)
+
+    def _run(self) -> None:
+        due = time.perf_counter()
+        while not self._stopping.is_set():
+            with self._lock:
+                batch = [(number, self._step(run)) for number, run in self._running.items()]
+                for number, chunk in batch:
+                    if chunk.finish != "none":
+                        del self._running[number]
+            if batch:
+                self.steps += 1
+                self._deliver(batch)
+            due = max(due + self.step_s, time.perf_counter())
+            self._stopping.wait(due - time.perf_counter())
+
+    def _step(self, run: Running) -> Chunk:
+        if self.fail_after is not None and run.given >= self.fail_after[0]:
+            return Chunk(finish="error", error=self.fail_after[1])
+        params = run.params
+        limit = min(params.max_tokens, self.info.max_model_len - len(params.prompt_ids))
+        first = run.given == 0
+        tokens: list[int] = []
+        finish = "none"
+        for token in run.tokens[run.given : run.given + (1 if first else self.per_step)]:
+            tokens.append(token)
+            run.given += 1
+            if token in params.stop_ids and run.given > params.min_tokens:
+                finish = "stop"
+                break
+            if run.given == limit:
+                finish = "length"
+                break
+        if finish == "none" and run.given >= len(run.tokens):
+            finish = "length"
+        if first:
+            return Chunk(tuple(tokens), finish=finish)
+        drafted = self.per_step if params.draft else 1
+        return Chunk(tuple(tokens), finish=finish, nodes=drafted, accepted=max(0, drafted - 1))
+
+
+def main(argv: Sequence[str]) -> int:
+    from gateway.server import serve
+    from gateway.settings import GatewaySettings
+    from gateway.template import ChatTemplate
+    from gateway.tokenizer import Tokenizer
+    from slipstream.settings import parse_or_exit
+
+    settings = parse_or_exit(GatewaySettings, argv)
+    folder = Path(settings.tokenizer or "")
+    tokenizer = Tokenizer.load(folder)
+
+    def make(deliver: Deliver) -> FakeScheduler:
+        return FakeScheduler(
+            deliver,
+            noise_script(10, tokenizer.vocab_size),
+            info=model_info(tokenizer.vocab_size),
+            step_s=float(os.environ.get("SLIPSTREAM_FAKE_STEP_MS", "2")) / 1e3,
+            per_step=int(os.environ.get("SLIPSTREAM_FAKE_TOKENS", "3")),
+        )
+
+    asyncio.run(serve(settings, tokenizer, ChatTemplate.load(folder, tokenizer), make))
+    return 0
+
+
+def model_info(vocab: int, max_model_len: int = 512) -> ModelInfo:
+    """A model of which only the vocabulary and the window matter."""
+    return ModelInfo(
+        model="fake-model",
+        vocab_size=vocab,
+        max_model_len=max_model_len,
+        eos_ids=(2,),
+        dtype="float32",
+        slots=8,
+        pages=64,
+        page_size=16,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
