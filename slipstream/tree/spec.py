@@ -1,4 +1,4 @@
-"""What kind of tree a request wants: the spec, its defaults, its limits, its JSON and wire forms."""
+"""What kind of tree a request wants: the spec, its defaults and limits, its JSON and wire forms."""
 
 from __future__ import annotations
 
