@@ -1,8 +1,8 @@
 """The demonstration: a cell of three processes, one streamed answer, a comparison, a proof.
 
 First with the default settings: an answer as it comes, then the bundled prompts one by one, each
-with the draft and without. Then with fp32 servers and the tree pinned: all prompts at once, with and
-without, which must give the same answers. The last line is one JSON object:
+with the draft and without. Then with fp32 servers and the tree pinned: all prompts at once, with
+the draft and without, which must give the same answers. The last line is one JSON object:
 
 tok_s_draft, tok_s_plain, ratio: output tokens per second of one stream, and their quotient.
 tau: tokens per verify step, the bonus included, with the draft.
@@ -90,11 +90,11 @@ async def _cell(flags: Sequence[str]) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def _until_served(http: httpx.AsyncClient, launcher: Launcher) -> None:
-    """Waits for the gateway to hold its target. Raises LaunchFailed when that takes too long."""
+    """Waits for the gateway to hold its target. Raises LaunchFailed when that does not happen."""
     failure = asyncio.create_task(launcher.failure())
     deadline = time.monotonic() + _READY_S
     try:
-        while (await http.get("/ready")).status_code != 200:
+        while not await _is_ready(http):
             if failure.done():
                 raise LaunchFailed(failure.result())
             if time.monotonic() > deadline:
@@ -102,6 +102,13 @@ async def _until_served(http: httpx.AsyncClient, launcher: Launcher) -> None:
             await asyncio.sleep(0.1)
     finally:
         failure.cancel()
+
+
+async def _is_ready(http: httpx.AsyncClient) -> bool:
+    try:
+        return (await http.get("/ready")).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 async def _show_one(http: httpx.AsyncClient, row: Conversation, options: Options) -> None:
