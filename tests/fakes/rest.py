@@ -38,6 +38,7 @@ class FakeRest(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: FakeRest
+    disable_nagle_algorithm = True
 
     def log_message(self, *_: object) -> None:
         pass
