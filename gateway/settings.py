@@ -59,10 +59,9 @@ class GatewaySettings(ProcessSettings):
     ping_pong: PingPongMode = Field(
         default="auto", description="draft one half of the requests while the other is verified"
     )
-    pin_nodes: bool | None = Field(
-        default=None,
-        description="always verify the whole tree; default: only when --tree, --width or --budget"
-        " is given",
+    pin_nodes: bool = Field(
+        default=False,
+        description="always verify the whole tree; --tree, --width and --budget imply it",
     )
     tree: TreeName | None = Field(
         default=None, description="tree mode of every request; default: the draft server's"
@@ -105,7 +104,7 @@ class GatewaySettings(ProcessSettings):
             max_queue=self.max_queue,
             pipeline_depth=self.pipeline_depth,
             ping_pong=self.ping_pong,
-            pin_nodes=shaped if self.pin_nodes is None else self.pin_nodes,
+            pin_nodes=self.pin_nodes or shaped,
             tree=self.tree,
             width=self.width,
             budget=self.budget,
