@@ -53,8 +53,8 @@ class GatewaySettings(ProcessSettings):
     max_queue: int = Field(
         default=256, ge=1, description="requests that may wait beyond those in slots"
     )
-    pipeline_depth: Literal[0, 1] = Field(
-        default=1, description="plans ahead of the step that runs; 0 is the lock-step loop"
+    pipeline_depth: int = Field(
+        default=1, ge=0, le=1, description="plans ahead of the step that runs; 0: lock-step loop"
     )
     ping_pong: PingPongMode = Field(
         default="auto", description="draft one half of the requests while the other is verified"
