@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from services.draft.runner import DraftCost, DraftRunner, DraftSpec
+from services.draft.runner import DraftRunner, DraftSpec
 from services.draft.servicer import LEASE_S, DraftServicer, Model
 from slipstream.handoff.grpc import GrpcAcceptor
 from slipstream.serving import Server, wait_for_signal
@@ -36,6 +36,7 @@ class DraftServer:
         tree: the tree of requests that name none, for the block size of the runner.
         max_sessions: gateways served at once.
         handoff_address: where targets reach this server, if not where gateways do.
+        warm: run and measure the steps' shapes before serving.
 
     Attributes:
         failure: set to what raised when an engine failed; the process must end then.
@@ -50,11 +51,13 @@ class DraftServer:
         max_sessions: int = 1,
         handoff_address: str = "",
         lease_s: float = LEASE_S,
+        warm: bool = True,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[BaseException] = loop.create_future()
         self._load = load
         self._tree = tree
+        self._warm = warm
         self._handoff_address = handoff_address
         self._server = Server(SERVICES)
         self._acceptor = GrpcAcceptor(loop)
@@ -74,18 +77,18 @@ class DraftServer:
 
     async def load(self) -> DraftSpec:
         """Loads and warms the runner, then says SERVING. Raises what loading raised."""
-        runner, tree, costs = await asyncio.to_thread(self._warm)
-        self._servicer.serve(Model(runner, tree, tuple(costs), self._handoff_address))
+        model = await asyncio.to_thread(self._load_model)
+        self._servicer.serve(model)
         await self._server.ready()
-        return runner.spec
+        return model.runner.spec
 
-    def _warm(self) -> tuple[DraftRunner, TreeSpec, list[DraftCost]]:
+    def _load_model(self) -> Model:
         runner = self._load()
         tree = self._tree(runner.spec.block_size)
-        costs = runner.warm_up(tree)
+        costs = runner.warm_up(tree) if self._warm else []
         for cost in costs:
             log.info("draft step: slots=%d rows=%d ms=%.2f", cost.slots, cost.rows, cost.ns / 1e6)
-        return runner, tree, costs
+        return Model(runner, tree, tuple(costs), self._handoff_address)
 
     async def stop(self, reason: str = "the draft shuts down", grace_s: float = 3.0) -> None:
         """Says NOT_SERVING, ends every stream once its engine did what it was given, closes."""

@@ -1,0 +1,153 @@
+"""From the logits of a block to the best tokens of every depth, with what each is worth.
+
+A tree builder wants, per depth, candidates in order and log-probabilities of being the token that
+the target will draw. At temperature 0 that is the draft's log-softmax over the full vocabulary. At
+a temperature T > 0 the target draws argmax(logits / T + noise) and the draft knows the noise: it is
+a function of seed, position and token (`slipstream.noise`). So the draft ranks by its own
+logits / T + noise, and the only thing it does not know is by how much the target's logits differ
+from its own. Were those differences independent Gumbel variables of scale 1 / c (in units of the
+score), the target's draw given the noise would be softmax(c x scores), exactly: that is the
+log-probability used here. c = SHARPNESS x T makes the differences the same size in logits at every
+temperature, and meets the greedy case at T = 0, where softmax(logits) is the same statement.
+
+Noise is drawn for the NOISY_CANDIDATES best tokens of a depth only. All others together enter the
+softmax as one: the best score among them is a Gumbel variable around the log of their mass, whose
+mean lies Euler's constant above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from services.draft.runner import Drafting
+from slipstream.noise import gumbel
+from slipstream.params import GREEDY_BELOW
+from slipstream.tree import candidates_needed
+
+NOISY_CANDIDATES = 64
+SHARPNESS = 1.0
+EULER = 0.5772156649
+CHUNK = 64  # vocabulary ids that compete as one in the first round of `best`
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Which rows of the logits belong to one request: `depths` rows, depth d at `start` + d."""
+
+    depths: int
+    start: int
+    drafting: Drafting
+
+    @property
+    def noisy(self) -> bool:
+        """Whether its candidates are ranked with the request's noise."""
+        return self.drafting.tree.shared_noise and self.drafting.temperature >= GREEDY_BELOW
+
+    @property
+    def scored(self) -> bool:
+        """Whether log-probabilities are wanted, or the order alone."""
+        return not self.drafting.tree.is_chain
+
+    @property
+    def width(self) -> int:
+        """Candidates per depth that are looked at."""
+        needed = candidates_needed(self.drafting.tree)
+        return max(needed, NOISY_CANDIDATES) if self.noisy else needed
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Per depth, best first; `logprobs` is empty for a chain."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+
+
+def choose(logits: Tensor, blocks: Sequence[Block]) -> list[Candidates]:
+    """The candidates of every block.
+
+    `logits` is (rows, vocabulary) fp32, the blocks' depths one after the other.
+    """
+    if not any(block.noisy or block.scored for block in blocks):
+        tokens = logits.argmax(-1, keepdim=True).tolist()
+        return [Candidates(tokens[i:j], []) for i, j in _spans(blocks)]
+    values, ids = best(logits, max(block.width for block in blocks))
+    chosen = []
+    for block, (i, j) in zip(blocks, _spans(blocks), strict=True):
+        rows = logits[i:j] if block.scored else None
+        if block.noisy:
+            chosen.append(_with_noise(block, values[i:j], ids[i:j], rows))
+        else:
+            chosen.append(_plain(block, values[i:j], ids[i:j], rows))
+    return chosen
+
+
+def _spans(blocks: Sequence[Block]) -> list[tuple[int, int]]:
+    spans, at = [], 0
+    for block in blocks:
+        spans.append((at, at + block.depths))
+        at += block.depths
+    return spans
+
+
+def _plain(block: Block, values: Tensor, ids: Tensor, logits: Tensor | None) -> Candidates:
+    width = block.width
+    logprobs: list[list[float]] = []
+    if logits is not None:
+        logprobs = (values[:, :width] - log_mass(logits, ids)).tolist()
+    return Candidates(ids[:, :width].tolist(), logprobs)
+
+
+def _with_noise(block: Block, values: Tensor, ids: Tensor, logits: Tensor | None) -> Candidates:
+    drafting = block.drafting
+    needed = candidates_needed(drafting.tree)
+    values, ids = values[:, : block.width], ids[:, : block.width]
+    positions = torch.arange(1, block.depths + 1, device=ids.device)[:, None] + block.start
+    cool = values / drafting.temperature
+    scores = cool + gumbel(drafting.seed, positions, drafting.choice, ids)  # (depths, width)
+    ranked, order = scores.topk(min(needed, scores.shape[1]))
+    tokens = ids.gather(1, order).tolist()
+    if logits is None:
+        return Candidates(tokens, [])
+    mass = log_mass(logits / drafting.temperature, ids)
+    inside = (cool.logsumexp(-1, keepdim=True) - mass).clamp(max=-1e-7)  # log of a share below 1
+    outside = mass + torch.log(-torch.expm1(inside)) + EULER
+    sharp = SHARPNESS * drafting.temperature
+    total = torch.cat([scores, outside], 1).mul_(sharp).logsumexp(-1, keepdim=True)
+    return Candidates(tokens, (ranked * sharp - total).tolist())
+
+
+def log_mass(logits: Tensor, ids: Tensor) -> Tensor:
+    """Log-sum-exp of every row, (rows, 1); `ids` (rows, any) holds the best id of each row first.
+
+    Torch's fused log-softmax is twice as fast as its log-sum-exp on a CPU.
+    """
+    top = ids[:, :1]
+    return logits.gather(1, top) - torch.log_softmax(logits, -1).gather(1, top)
+
+
+def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of every row and their ids, (rows, count) each; lower id first in a tie.
+
+    Two rounds: the best `count` values lie in the `count` chunks of the vocabulary with the largest
+    maxima, and finding those is one pass at the speed of memory. Five times as fast as `topk` over
+    49,152 ids.
+    """
+    rows, vocabulary = logits.shape
+    count = min(count, vocabulary)
+    chunks = vocabulary // CHUNK
+    if vocabulary % CHUNK or chunks < 2 * count:
+        values, ids = logits.topk(count, sorted=False)
+    else:
+        view = logits.view(rows, chunks, CHUNK)
+        picked = view.amax(-1).topk(count, sorted=False).indices  # (rows, count)
+        inside = view.gather(1, picked[..., None].expand(-1, -1, CHUNK)).view(rows, -1)
+        values, where = inside.topk(count, sorted=False)
+        ids = picked.gather(1, where // CHUNK) * CHUNK + where % CHUNK
+    ids, order = ids.sort(-1)
+    values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
