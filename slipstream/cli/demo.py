@@ -30,7 +30,7 @@ from slipstream.cli.client import CHAT, Answer, Options, RequestFailed, ask, cha
 from slipstream.cli.console import BOLD, RESET, Console, use_colour
 from slipstream.cli.launcher import Launcher, LaunchFailed
 from slipstream.cli.prompts import Conversation
-from slipstream.cli.up import PROGRAMS, announce, launcher_for
+from slipstream.cli.up import PROGRAMS, announce, base_url, launcher_for
 from slipstream.cli.up_settings import UpSettings, check
 from slipstream.errors import ConfigError
 from slipstream.settings import parse
@@ -84,7 +84,7 @@ async def _cell(flags: Sequence[str]) -> AsyncIterator[httpx.AsyncClient]:
     async with launcher:
         if not flags:
             announce(settings, launcher.gateway)
-        async with client(f"http://{launcher.gateway['http']}", connections=32) as http:
+        async with client(base_url(launcher.gateway), connections=32) as http:
             await _until_served(http, launcher)
             yield http
 

@@ -103,18 +103,18 @@ class Run:
 
 def throughput_table(summaries: Sequence[dict[str, Any]]) -> Table:
     """One line per concurrency."""
-    table = Table(title="throughput and latency (ms)", title_justify="left")
-    for heading in ("streams", "requests", "errors", "tok/s"):
-        table.add_column(heading, justify="right")
-    for heading in ("TTFT p50", "p95", "p99", "per token p50", "p95", "tau", "nodes"):
-        table.add_column(heading, justify="right")
+    table = Table(title="throughput and latency", title_justify="left")
+    headings = ["streams", "errors", "tok/s", "TTFT ms\np50/p95/p99", "ms per token\np50/p95"]
+    for heading in (*headings, "tau", "nodes"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for run in summaries:
         ttft, per_token = run["ttft_ms"], run["time_per_token_ms"]
         table.add_row(
-            *(str(run[name]) for name in ("concurrency", "requests", "errors")),
+            str(run["concurrency"]),
+            f"{run['errors']} of {run['requests']}",
             _show(run["output_tok_s"], 1),
-            *(_show(ttft[f"p{q}"], 1) for q in _QUANTILES),
-            *(_show(per_token[f"p{q}"], 2) for q in (50, 95)),
+            " / ".join(_show(ttft[f"p{q}"], 0) for q in _QUANTILES),
+            " / ".join(_show(per_token[f"p{q}"], 1) for q in (50, 95)),
             _show(run["tau"], 3),
             _show(run["mean_nodes"], 1),
         )

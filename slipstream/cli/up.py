@@ -204,9 +204,14 @@ async def _run(settings: UpSettings, programs: Programs, console: Console) -> in
         return 1
 
 
+def base_url(ready: dict[str, str]) -> str:
+    """Where a client on this machine reaches the gateway that said `ready`."""
+    return f"http://{ready['http'].replace('0.0.0.0', LOOPBACK)}"
+
+
 def announce(settings: UpSettings, ready: dict[str, str]) -> None:
     """Prints where the cell listens and a call to try."""
-    url = f"http://{ready['http']}"
+    url = base_url(ready)
     model = settings.served_name or served_name(settings.target)
     body = (
         f'{{"model": "{model}", "stream": true, "max_tokens": 96, "messages": '

@@ -212,6 +212,18 @@ def test_a_second_signal_does_not_wait(
     assert not any(map(alive, pids(tmp_path / "target", tmp_path / "gateway")))
 
 
+def test_a_signal_while_the_model_is_prepared(
+    up: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = up("--target=owner/name", prepare="silent,deaf")
+    until(lambda: starts(tmp_path / "prepare"), "started")
+    process.send_signal(signal.SIGINT)
+    _, log = process.communicate(timeout=WAIT_S)
+    assert (process.returncode, "Traceback" in log) == (0, False)
+    assert not any(map(alive, pids(tmp_path / "prepare")))
+    assert not starts(tmp_path / "target")
+
+
 def test_a_failure_is_the_last_word(up: Callable[..., subprocess.Popen[str]]) -> None:
     process = up(gateway="die=0.2")
     _, log = process.communicate(timeout=WAIT_S)

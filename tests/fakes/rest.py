@@ -21,6 +21,7 @@ class FakeRest(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128
     words = 5
     pause_s = 0.0
 
