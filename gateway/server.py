@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import uvicorn
-from prometheus_client.registry import Collector
 
 from gateway.app import create_app
+from gateway.counters import Snapshot
 from gateway.generation import Bridge
-from gateway.metrics import FrontMetrics
+from gateway.metrics import FrontMetrics, SchedulerMetrics
 from gateway.request import Deliver
 from gateway.service import SchedulerPort, Service
 from gateway.servicer import SERVICE_NAME, GatewayServicer
@@ -42,8 +42,8 @@ class SchedulerThread(SchedulerPort, Protocol):
     def stop(self, drain_s: float) -> None:
         """Ends the thread once nothing runs, at the latest after `drain_s` s; blocks."""
 
-    def collectors(self) -> tuple[Collector, ...]:
-        """Its metrics."""
+    def snapshot(self) -> Snapshot:
+        """Its state and sums, for /metrics."""
 
 
 class RestServer(uvicorn.Server):
@@ -91,12 +91,10 @@ class Front:
         self.service = Service(
             self.scheduler, bridge, tokenizer, template, metrics, settings.served_name
         )
-        app = create_app(
-            self.service, registry((*metrics.collectors(), *self.scheduler.collectors()))
-        )
+        collectors = (*metrics.collectors(), SchedulerMetrics(self.scheduler.snapshot))
         self._rest = RestServer(
             uvicorn.Config(
-                app,
+                create_app(self.service, registry(collectors)),
                 loop="none",
                 http="httptools",
                 ws="none",

@@ -92,6 +92,14 @@ def counters(name: str, help_text: str, label: str, values: Mapping[str, float])
     return family
 
 
+def gauges(name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
+    """Gauges with their present values, one per value of `label`."""
+    family = GaugeMetricFamily(PREFIX + name, help_text, labels=(label,))
+    for key, value in values.items():
+        family.add_metric((key,), value)
+    return family
+
+
 def registry(collectors: Iterable[Collector]) -> CollectorRegistry:
     """A registry of `collectors` and of this process's own memory, CPU time and file handles."""
     made = CollectorRegistry(auto_describe=False)

@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prometheus_client.registry import Collector
-
+from gateway.counters import Snapshot
 from gateway.request import Chunk, Deliver, GenerateParams, ModelInfo
 from slipstream.errors import Draining, QueueFull, SlipstreamError
 
@@ -92,8 +91,23 @@ class FakeScheduler:
         self._stopping.set()
         self._thread.join()
 
-    def collectors(self) -> tuple[Collector, ...]:
-        return ()
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            ready=self.ready,
+            draft_attached=True,
+            slots=self.info.slots,
+            running=len(self._running),
+            waiting=0,
+            pages=self.info.pages,
+            free_pages=self.info.pages,
+            in_flight=0,
+            groups=1,
+            sessions=1,
+            step_s=self.step_s,
+            plan_latency_p50_ns=1000,
+            plan_latency_p99_ns=2000,
+            totals={"steps": self.steps, "computed_ns": 5_000_000, "something_new": 3},
+        )
 
     @property
     def running(self) -> int:

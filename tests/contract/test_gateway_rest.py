@@ -1,0 +1,445 @@
+"""The REST door through a real socket: answers, streams, errors, clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from gateway.request import GenerateParams
+from slipstream.errors import Draining, EngineFailed, PeerLost
+from tests.fakes.front import Stage, said, stage
+from tests.fakes.scheduler import noise_script
+
+pytestmark = pytest.mark.anyio
+
+TEXT = "Hello, wörld! 😀 漢字: the end."
+PROMPT = {"prompt": "once", "max_tokens": 200}
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The data of a stream, without its end mark."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def until(condition: Any, seconds: float = 2.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - another thread changes it
+            await asyncio.sleep(0.002)
+
+
+async def idle(s: Stage) -> None:
+    await until(lambda: s.scheduler.running == 0)
+
+
+async def test_a_completion_whole_and_streamed(tmp_path: Path) -> None:
+    async with stage(tmp_path, TEXT) as s:
+        whole = (await s.http.post("/v1/completions", json=PROMPT)).json()
+        (choice,) = whole["choices"]
+        assert choice == {
+            "index": 0,
+            "text": TEXT,
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+        tokens = len(said(s.tokenizer, TEXT))
+        assert whole["object"] == "text_completion" and whole["model"] == "fake-model"
+        assert whole["id"].startswith("cmpl-")
+        assert whole["usage"] == {
+            "prompt_tokens": 3,
+            "completion_tokens": tokens,
+            "total_tokens": 3 + tokens,
+        }
+        response = await s.http.post("/v1/completions", json=PROMPT | {"stream": True})
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        chunks = events(response.text)
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == TEXT
+        assert not any("\ufffd" in chunk["choices"][0]["text"] for chunk in chunks)
+        reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+        assert reasons == [None] * (len(chunks) - 1) + ["stop"]
+        assert not any("usage" in chunk for chunk in chunks)
+
+
+async def test_usage_in_a_stream_when_asked_for(tmp_path: Path) -> None:
+    async with stage(tmp_path, "abc", end=False) as s:
+        body = CHAT | {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 3}
+        chunks = events((await s.http.post("/v1/chat/completions", json=body)).text)
+        assert all(chunk["usage"] is None for chunk in chunks[:-1])
+        assert chunks[-1]["choices"] == []
+        assert chunks[-1]["usage"]["completion_tokens"] == 3
+        assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_the_first_chat_delta_carries_the_role(tmp_path: Path) -> None:
+    async with stage(tmp_path, TEXT) as s:
+        body = CHAT | {"stream": True, "n": 2}
+        chunks = events((await s.http.post("/v1/chat/completions", json=body)).text)
+        for index in range(2):
+            deltas = [
+                chunk["choices"][0]["delta"]
+                for chunk in chunks
+                if chunk["choices"][0]["index"] == index
+            ]
+            assert deltas[0] == {"role": "assistant", "content": ""}
+            assert "".join(delta["content"] for delta in deltas) == TEXT
+            assert not any("role" in delta for delta in deltas[1:])
+        assert chunks[0]["object"] == "chat.completion.chunk"
+        prompt = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        assert s.scheduler.submitted[0].prompt_ids == tuple(said(s.tokenizer, prompt, end=False))
+
+
+async def test_the_openai_client(tmp_path: Path) -> None:
+    async with (
+        stage(tmp_path, TEXT, served_name="mine") as s,
+        openai.AsyncOpenAI(
+            base_url=s.url + "/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=httpx.AsyncClient(trust_env=False),
+        ) as client,
+    ):
+        assert [model.id async for model in client.models.list()] == ["mine"]
+        answer = await client.chat.completions.create(model="mine", **CHAT)  # type: ignore[call-overload]
+        assert answer.choices[0].message.content == TEXT
+        assert answer.choices[0].finish_reason == "stop"
+        stream = await client.chat.completions.create(  # type: ignore[call-overload]
+            model="mine", stream=True, extra_body={"speculative": {"stats": True}}, **CHAT
+        )
+        chunks = [chunk async for chunk in stream]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
+        assert chunks[-1].speculative["steps"] > 0
+        text = await client.completions.create(model="mine", prompt=[5, 6], max_tokens=100)
+        assert text.choices[0].text == TEXT
+        with pytest.raises(openai.NotFoundError, match="other"):
+            await client.completions.create(model="other", prompt="x")
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(model="mine", prompt="x", temperature=9)
+        assert caught.value.param == "temperature"
+
+
+async def test_several_prompts_and_choices_keep_their_places(tmp_path: Path) -> None:
+    def script(params: GenerateParams) -> Sequence[int]:
+        return [*params.prompt_ids, 10 + params.choice, 2]
+
+    async with stage(tmp_path, script=script) as s:
+        body = {"prompt": [[20, 21], [30]], "n": 2, "seed": -1}
+        whole = (await s.http.post("/v1/completions", json=body)).json()
+        assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+        expected = [s.tokenizer.decode([*ids, 10 + n]) for ids in ([20, 21], [30]) for n in (0, 1)]
+        assert [choice["text"] for choice in whole["choices"]] == expected
+        assert whole["usage"]["prompt_tokens"] == 3
+        assert whole["usage"]["completion_tokens"] == 4 + 4 + 3 + 3
+        assert {params.seed for params in s.scheduler.submitted} == {2**64 - 1}
+        assert [params.choice for params in s.scheduler.submitted] == [0, 1, 0, 1]
+
+
+async def test_speculative_statistics(tmp_path: Path) -> None:
+    async with stage(tmp_path, "abcdefgh", end=False, per_step=3) as s:
+        body = PROMPT | {"max_tokens": 8, "speculative": {"stats": True}}
+        whole = (await s.http.post("/v1/completions", json=body)).json()
+        # One token from prefill, then runs of 3, 3 and 1.
+        stats = {"steps": 3, "tau": pytest.approx(7 / 3), "accepted": [2] * 3, "nodes": [3] * 3}
+        assert whole["speculative"] == stats
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = events((await s.http.post("/v1/completions", json=body)).text)
+        assert chunks[-1]["speculative"] == chunks[-2]["speculative"] == stats
+        assert not any("speculative" in chunk for chunk in chunks[:-2])
+        body = {"prompt": "x", "n": 2, "max_tokens": 8, "speculative": {"stats": True}}
+        whole = (await s.http.post("/v1/completions", json=body)).json()
+        assert [choice["speculative"] for choice in whole["choices"]] == [stats, stats]
+        assert whole["speculative"]["steps"] == 6
+        assert whole["speculative"]["tau"] == pytest.approx(7 / 3)
+        body = PROMPT | {"speculative": {"enabled": False}}
+        assert "speculative" not in (await s.http.post("/v1/completions", json=body)).json()
+        assert not s.scheduler.submitted[-1].draft
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("per_step", [1, 2, 5, 40])
+async def test_a_stop_string_ends_text_and_request(
+    tmp_path: Path, stream: bool, per_step: int
+) -> None:
+    async with stage(tmp_path, TEXT + " and on" * 50, per_step=per_step) as s:
+        body = PROMPT | {"stop": ["字: t", "nowhere"], "stream": stream, "max_tokens": 400}
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        response = await s.http.post("/v1/completions", json=body)
+        if stream:
+            chunks = events(response.text)
+            text = "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1])
+            reason, usage = chunks[-2]["choices"][0]["finish_reason"], chunks[-1]["usage"]
+        else:
+            whole = response.json()
+            text, usage = whole["choices"][0]["text"], whole["usage"]
+            reason = whole["choices"][0]["finish_reason"]
+        assert (text, reason) == (TEXT[: TEXT.index("字")], "stop")
+        ids = said(s.tokenizer, TEXT + " and on" * 50)
+        count = usage["completion_tokens"]
+        assert "字: t" in s.tokenizer.decode(ids[:count])
+        assert "字: t" not in s.tokenizer.decode(ids[: count - 1])
+        await idle(s)
+
+
+async def test_end_tokens_and_limits_reach_the_scheduler(tmp_path: Path) -> None:
+    async with stage(tmp_path, "abc", max_model_len=100) as s:
+        for body in (
+            {"prompt": [5], "stop_token_ids": [7, 9], "top_k": -1, "top_p": 0.5, "temperature": 0},
+            {"prompt": [5], "ignore_eos": True, "min_tokens": 2, "max_tokens": 3},
+        ):
+            assert (await s.http.post("/v1/completions", json=body)).status_code == 200
+        assert (await s.http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        first, second, chat = s.scheduler.submitted
+        assert (first.stop_ids, first.max_tokens) == ({2, 7, 9}, 16)
+        assert (first.top_k, first.top_p, first.temperature) == (0, 0.5, 0)
+        assert first.seed is None
+        assert (second.stop_ids, second.min_tokens, second.max_tokens) == (frozenset(), 2, 3)
+        assert chat.max_tokens == 100 - len(chat.prompt_ids)
+        assert chat.temperature == 1.0
+
+
+BAD_REQUESTS: list[tuple[str, str, bytes | None, int, str | None, str | None]] = [
+    ("GET", "/nowhere", None, 404, None, "not_found"),
+    ("GET", "/v1/completions", None, 405, None, "method_not_allowed"),
+    ("POST", "/v1/completions", b"{", 400, None, None),
+    ("POST", "/v1/completions", b"", 400, None, None),
+    ("POST", "/v1/completions", b"[" * 100_000, 400, None, None),
+    ("POST", "/v1/completions", b'{"prompt": "\\ud800"}', 400, None, None),
+    ("POST", "/v1/completions", b'{"prompt": "x", "temperature": NaN}', 400, None, None),
+    ("POST", "/v1/completions", b"[]", 400, None, None),
+    ("POST", "/v1/completions", b"{}", 400, "prompt", None),
+    ("POST", "/v1/completions", b'{"prompt": [1, null]}', 400, "prompt[1]", None),
+    ("POST", "/v1/completions", b'{"prompt": [320]}', 400, "prompt", None),
+    (
+        "POST",
+        "/v1/completions",
+        b'{"prompt": "x", "stop_token_ids": [320]}',
+        400,
+        "stop_token_ids",
+        None,
+    ),
+    (
+        "POST",
+        "/v1/completions",
+        b'{"prompt": "x", "model": "gpt"}',
+        404,
+        "model",
+        "model_not_found",
+    ),
+    (
+        "POST",
+        "/v1/completions",
+        json.dumps({"prompt": "z" * 64}).encode(),
+        400,
+        "prompt",
+        "context_length_exceeded",
+    ),
+    (
+        "POST",
+        "/v1/chat/completions",
+        json.dumps({"messages": [{"role": "user", "content": "z" * 64}]}).encode(),
+        400,
+        "messages",
+        "context_length_exceeded",
+    ),
+    ("POST", "/v1/chat/completions", b'{"messages": []}', 400, "messages", None),
+    ("GET", "/v1/models/gpt", None, 404, "model", "model_not_found"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_errors_have_one_shape(tmp_path: Path, stream: bool) -> None:
+    async with stage(tmp_path, max_model_len=64) as s:
+        for method, path, body, status, param, code in BAD_REQUESTS:
+            if stream and body and body.endswith(b"}") and len(body) > 2:
+                body = body[:-1] + b', "stream": true}'
+            response = await s.http.request(method, path, content=body)
+            assert response.status_code == status, (method, path, body)
+            error = response.json()["error"]
+            assert error.keys() == {"message", "type", "param", "code"}
+            assert error["message"] and error["type"] == "invalid_request_error"
+            assert (error["param"], error["code"]) == (param, code), (method, path, body)
+        assert (await s.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+        assert len(s.scheduler.submitted) == 1
+
+
+async def test_a_body_too_large(tmp_path: Path) -> None:
+    async with stage(tmp_path) as s:
+        response = await s.http.post("/v1/completions", content=b" " * (9 << 20))
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == "request_too_large"
+
+
+async def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
+    async with stage(tmp_path, "abc", max_running=1) as s:
+        response = await s.http.post("/v1/completions", json={"prompt": "x", "n": 2})
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "3"
+        assert response.json()["error"]["type"] == "rate_limit_error"
+        await idle(s)
+        assert s.scheduler.cancelled == [1]  # the choice that had been admitted
+        assert (await s.http.post("/v1/completions", json=PROMPT)).status_code == 200
+
+
+async def test_not_connected_and_draining(tmp_path: Path) -> None:
+    async with stage(tmp_path, ready=False) as s:
+        for path in ("/v1/models", "/ready"):
+            response = await s.http.get(path)
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "backend_unavailable"
+        assert (await s.http.get("/health")).json() == {"status": "ok"}
+        response = await s.http.post("/v1/completions", json=PROMPT)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        s.scheduler.ready = True
+        assert (await s.http.get("/ready")).status_code == 200
+        s.front.service.draining = True
+        response = await s.http.post("/v1/chat/completions", json=CHAT)
+        assert response.json()["error"]["code"] == "draining"
+        assert (await s.http.get("/ready")).status_code == 503
+
+
+async def test_our_own_fault_is_a_500_and_the_server_lives(tmp_path: Path) -> None:
+    def script(params: GenerateParams) -> Sequence[int]:
+        if params.prompt_ids == (13,):
+            raise ZeroDivisionError("a bug")
+        return [20, 2]
+
+    async with stage(tmp_path, script=script) as s:
+        response = await s.http.post("/v1/completions", json={"prompt": [13]})
+        assert response.status_code == 500
+        error = response.json()["error"]
+        assert (error["type"], error["message"]) == ("server_error", "internal error")
+        assert (await s.http.post("/v1/completions", json=PROMPT)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_before_the_first_token_is_a_status(tmp_path: Path, stream: bool) -> None:
+    async with stage(tmp_path, TEXT) as s:
+        s.scheduler.fail_after = (0, PeerLost("the target is gone"))
+        response = await s.http.post("/v1/completions", json=PROMPT | {"stream": stream})
+        assert response.status_code == 503
+        assert response.json()["error"]["message"] == "the target is gone"
+
+
+async def test_an_error_later_is_an_event(tmp_path: Path) -> None:
+    async with stage(tmp_path, TEXT) as s:
+        s.scheduler.fail_after = (7, EngineFailed("a step failed"))
+        response = await s.http.post("/v1/completions", json=PROMPT | {"stream": True})
+        *chunks, last = events(response.text)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Hello, w"
+        assert last["error"] == {
+            "message": "a step failed",
+            "type": "server_error",
+            "param": None,
+            "code": "engine_failed",
+        }
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_frees_its_slots(
+    tmp_path: Path, stream: bool, path: str
+) -> None:
+    async with stage(tmp_path, script=noise_script(10, 320), max_model_len=100_000) as s:
+        body = PROMPT | CHAT | {"stream": stream, "n": 3, "max_tokens": 50_000}
+        async with s.http.stream("POST", path, json=body) if stream else _abandoned(s, path, body):
+            await until(lambda: s.scheduler.running == 3)
+        await idle(s)
+        assert sorted(s.scheduler.cancelled) == [1, 2, 3]
+
+
+class _abandoned:
+    """A whole answer that is waited for, and then not any more."""
+
+    def __init__(self, s: Stage, path: str, body: dict[str, Any]) -> None:
+        self._call = asyncio.ensure_future(s.http.post(path, json=body))
+
+    async def __aenter__(self) -> None:
+        pass
+
+    async def __aexit__(self, *_: object) -> None:
+        self._call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await self._call
+
+
+async def test_a_client_that_does_not_read_stops_no_one(tmp_path: Path) -> None:
+    async with stage(
+        tmp_path, script=noise_script(10, 320), max_model_len=200_000, per_step=500
+    ) as s:
+        body = PROMPT | {"stream": True, "max_tokens": 100_000, "stop": ["<never>"]}
+        async with s.http.stream("POST", "/v1/completions", json=body):
+            await until(lambda: s.scheduler.steps > 50, 10)
+            other = await s.http.post("/v1/completions", json=PROMPT)
+            assert other.json()["usage"]["completion_tokens"] == 200
+        await idle(s)
+
+
+async def test_metrics(tmp_path: Path) -> None:
+    async with stage(tmp_path, TEXT) as s:
+        await s.http.post("/v1/completions", json=PROMPT)
+        await s.http.post("/v1/completions", json={"prompt": ""})
+        response = await s.http.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+        samples = {
+            line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+            for line in response.text.splitlines()
+            if not line.startswith("#")
+        }
+        assert all(name.startswith("slipstream_") for name in samples)
+        assert samples['slipstream_requests_total{endpoint="completion",status="200"}'] == 1
+        assert samples['slipstream_requests_total{endpoint="completion",status="400"}'] == 1
+        tokens = len(said(s.tokenizer, TEXT))
+        assert samples["slipstream_output_tokens_total"] == tokens
+        assert samples["slipstream_prompt_tokens_total"] == 3
+        assert samples["slipstream_time_to_first_token_seconds_count"] == 1
+        assert samples["slipstream_free_slots"] == 8
+        assert samples["slipstream_queue_length"] == 0
+        assert samples['slipstream_step_part_seconds_total{part="computed"}'] == 0.005
+        assert samples["slipstream_scheduler_something_new_total"] == 3
+        assert samples['slipstream_plan_latency_seconds{quantile="0.99"}'] == 2e-6
+        steps = samples["slipstream_accepted_draft_tokens_count"]
+        assert samples["slipstream_request_tau_sum"] == pytest.approx((tokens - 1) / steps)
+
+
+async def test_the_openapi_document_names_the_bodies(tmp_path: Path) -> None:
+    async with stage(tmp_path) as s:
+        document = (await s.http.get("/openapi.json")).json()
+        post = document["paths"]["/v1/chat/completions"]["post"]
+        schema = post["requestBody"]["content"]["application/json"]["schema"]
+        assert schema == {"$ref": "#/components/schemas/ChatBody"}
+        assert "speculative" in document["components"]["schemas"]["ChatBody"]["properties"]
+
+
+async def test_running_requests_finish_in_the_drain_time(tmp_path: Path) -> None:
+    async with stage(tmp_path, "ab" * 40, end=False, per_step=1, step_s=0.005) as s:
+        running = asyncio.create_task(
+            s.http.post("/v1/completions", json=PROMPT | {"max_tokens": 40})
+        )
+        await until(lambda: s.scheduler.running == 1)
+        drained = asyncio.create_task(s.front.service.drain(10))
+        await asyncio.sleep(0)
+        assert (await s.http.post("/v1/completions", json=PROMPT)).status_code == 503
+        assert (await running).json()["choices"][0]["text"] == "ab" * 20
+        assert await drained
+
+
+async def test_what_outlives_the_drain_time_is_told_so(tmp_path: Path) -> None:
+    async with stage(tmp_path, script=noise_script(10, 320), max_model_len=100_000) as s:
+        body = PROMPT | {"stream": True, "max_tokens": 90_000}
+        running = asyncio.create_task(s.http.post("/v1/completions", json=body))
+        await until(lambda: s.scheduler.running == 1)
+        assert not await s.front.service.drain(0.05)
+        assert events((await running).text)[-1]["error"]["code"] == "draining"
+        await idle(s)
+        with pytest.raises(Draining):
+            s.front.service.info()
