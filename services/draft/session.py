@@ -33,7 +33,9 @@ class Slot:
     Attributes:
         rows: context rows written; also the position of `anchor` while live.
         live: every row is there and the anchor is known.
-        behind: Behind was said and no record has fitted since.
+        behind: after a record that did not fit, the row with which the target goes on if it knows
+            nothing of it; None once a record fitted. Behind is said again only when the target
+            went on elsewhere, so that one gap causes one replay.
         starved: rows were turned away for want of pages; waits for a Release.
     """
 
@@ -41,7 +43,7 @@ class Slot:
     rows: int = 0
     anchor: int = -1
     live: bool = False
-    behind: bool = False
+    behind: int | None = None
     starved: bool = False
 
 
@@ -100,8 +102,7 @@ class Session:
     def take(self, message: ContextMessage) -> list[Event]:
         """Writes a step's context and says whose state changed.
 
-        Rows that the draft has are skipped. A record that does not fit leaves its slot Behind, said
-        once until a record fits again, so that one gap causes one replay.
+        Rows that the draft has are skipped. A record that does not fit leaves its slot behind.
         """
         size, events = self._spec.row_bytes, []
         rows = memoryview(message.rows)
@@ -158,16 +159,16 @@ class Session:
         """Moves the slot between live and behind, and says so when it changed."""
         was_live, slot.live = slot.live, wrong is None and record.caught_up
         if wrong is not None:
-            told, slot.behind = slot.behind, True
+            told = record.first_row == slot.behind
+            slot.behind = record.first_row + record.count
             return [] if told else [self._behind_event(record.slot, slot, wrong)]
-        slot.behind = False
+        slot.behind = None
         if slot.live:
             slot.anchor = record.anchor
             if was_live:
                 return []
             return [Live(self.number, record.slot, slot.epoch, slot.rows)]
         if was_live:
-            slot.behind = True
             return [self._behind_event(record.slot, slot, "the rows do not end at the start")]
         return []
 

@@ -45,11 +45,11 @@ class DraftSettings(ProcessSettings):
     )
     width: int | None = Field(None, ge=1, le=255, description="children per node; 1 is the chain")
     budget: int | None = Field(None, ge=1, le=256, description="nodes of a tree, root included")
-    beta: float | None = Field(None, ge=0, description="top2gap: steepness of the fan-out")
-    gap0: float | None = Field(None, description="top2gap: centre of the fan-out")
-    spine: bool | None = Field(None, description="whether the rank-0 path goes in first (default)")
-    shared_noise: bool | None = Field(
-        None, description="whether candidates are ranked with the request's noise (default)"
+    beta: float = Field(1.0, ge=0, description="top2gap: steepness of the fan-out")
+    gap0: float = Field(1.0, description="top2gap: centre of the fan-out")
+    spine: bool = Field(True, description="whether the rank-0 path goes in first")
+    shared_noise: bool = Field(
+        True, description="whether candidates are ranked with the request's own noise"
     )
     speculative_config: str | None = Field(
         None, description="the tree as a JSON object, in place of the flags for it"
@@ -60,12 +60,19 @@ class DraftSettings(ProcessSettings):
 
     def tree_spec(self, block_size: int) -> TreeSpec:
         """The tree of requests that name none, for a head of `block_size`. Raises ConfigError."""
-        names = ("tree", "width", "budget", "beta", "gap0", "spine", "shared_noise")
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.speculative_config is None:
-            mode = given.pop("tree", None)
-            return resolve_spec(mode, block_size=block_size, **given)
-        if given:
-            flag = next(iter(given)).replace("_", "-")
-            raise ConfigError(f"--{flag}: say it in --speculative-config, or leave that out")
+            return resolve_spec(
+                self.tree,
+                self.width,
+                self.budget,
+                block_size=block_size,
+                beta=self.beta,
+                gap0=self.gap0,
+                spine=self.spine,
+                shared_noise=self.shared_noise,
+            )
+        for name in ("tree", "width", "budget", "beta", "gap0", "spine", "shared_noise"):
+            if name in self.model_fields_set:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag}: say it in --speculative-config, or leave that out")
         return parse_speculative_config(self.speculative_config, block_size)
