@@ -82,23 +82,31 @@ class Step:
     """A plan in flight.
 
     Attributes:
+        group, groups: of a decode step: its ping-pong group, and how many there were.
         nodes: rows of every slot that drafts in it; `drafted` slots do.
         nodes_of: rows per entry in a decode step; in a prefill step 1 if the entry draws the first
             token, else 0.
+        replays: replay rows per entry of a decode step.
+        spans: first position and count per entry of a prefill step.
+        after: the draft writes the context of all steps up to here first.
         version: the ledger's when it was sent.
         sent_at: in seconds of the scheduler's clock.
     """
 
     number: int
     kind: int
-    session: int
-    group: int
-    nodes: int
-    version: int
-    sent_at: float
+    session: int = 0
+    group: int = 0
+    groups: int = 1
+    nodes: int = 1
+    version: int = 0
+    sent_at: float = 0.0
     entries: list[Running] = field(default_factory=list)
     nodes_of: list[int] = field(default_factory=list)
+    replays: list[int] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
     drafted: int = 0
+    after: int = 0
 
 
 class Board:

@@ -3,7 +3,7 @@
 With two groups the target verifies one while the draft drafts the other. It pays when
 max(2 v(n/2), v(n/2) + d(n/2) + r) < v(n) + d(n) + r, with v verify, d draft and r handoff times of
 n slots, measured at start-up. Where target and draft share processors those times do not add up
-that way: two groups are tried only after one group was measured, and then what was measured decides.
+that way: two groups are tried only after one group was measured, and then the measurements decide.
 """
 
 from __future__ import annotations

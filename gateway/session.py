@@ -45,7 +45,6 @@ class Sessions:
         session: the one that plans name, 0: none. Changed by `begin` and `retire`.
         first_step: its first step.
         after: of its last plan; the draft has written the context of all steps up to there.
-        count: sessions that began.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class Sessions:
         self.session = 0
         self.first_step = 0
         self.after = 0
-        self.count = 0
         self._target = target
         self._draft = draft
         self._pending: _Pending | None = None
@@ -69,6 +67,11 @@ class Sessions:
     def idle(self) -> bool:
         """No session is named or asked for."""
         return self.session == 0 and self._pending is None
+
+    @property
+    def connected(self) -> bool:
+        """Both servers have connected, whether or not a plan named it yet."""
+        return self.session != 0 or (self._pending is not None and not self._pending.waiting)
 
     @property
     def deadline(self) -> float:
@@ -118,7 +121,6 @@ class Sessions:
             return False
         self._pending = None
         self.session, self.first_step, self.after = pending.session, step, step - 1
-        self.count += 1
         self._lead_factor = 1
         self._began_at = now
         log.info("session %d begins at step %d", self.session, step)

@@ -1,0 +1,124 @@
+"""What a StepDone says: each slot's tokens, and what the scheduler learns from the step's time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gateway.board import DECODE, Running, Step
+from gateway.commands import logprobs_of
+from gateway.counters import Counters
+from gateway.planner import Planner
+from gateway.request import Chunk, Finish
+from slipstream.errors import EngineFailed, ProtocolError
+from slipstream.v1 import common_pb2, target_pb2
+
+_DONE = target_pb2.StepEntry.OUTCOME_DONE
+_DROPPED = target_pb2.StepEntry.OUTCOME_DROPPED
+_FINISHES: dict[int, Finish] = {
+    common_pb2.FINISH_STOP_ID: "stop",
+    common_pb2.FINISH_LIMIT: "length",
+    common_pb2.FINISH_ERROR: "error",
+}
+
+
+class Results:
+    """Reads results; it moves the lengths of a slot on and nothing else.
+
+    Args:
+        lock_step: a step is only sent after the one before it.
+    """
+
+    def __init__(self, counters: Counters, lock_step: bool) -> None:
+        self._counters = counters
+        self._lock_step = lock_step
+        self._last: tuple[float, int] = (0.0, 0)  # arrival and kind of the last result
+
+    def forget(self) -> None:
+        """The next result follows no other."""
+        self._last = (0.0, 0)
+
+    def chunks(
+        self, step: Step, done: target_pb2.StepDone, planner: Planner, current: bool
+    ) -> Iterator[tuple[Running, Chunk]]:
+        """What the step gave each slot that still runs; `current`: its session still is.
+
+        Raises ProtocolError when it does not answer the plan.
+        """
+        if len(done.entries) != len(step.entries):
+            raise ProtocolError(
+                f"step {done.step}: {len(done.entries)} entries, planned {len(step.entries)}"
+            )
+        decode = step.kind == DECODE
+        learn = planner.chooser if current and step.nodes > 1 else None
+        for running, nodes, entry in zip(step.entries, step.nodes_of, done.entries, strict=True):
+            if running.gone:
+                continue
+            if entry.slot != running.slot or entry.epoch != running.epoch:
+                raise ProtocolError(f"step {step.number}: slot {entry.slot} is not in row order")
+            if entry.outcome != _DONE:
+                if entry.outcome == _DROPPED:
+                    yield running, _failed("the target dropped the request")
+                continue
+            chunk = self._chunk(step, running, entry)
+            if decode:
+                if learn is not None and nodes == step.nodes:
+                    learn.observe_accepted(nodes, chunk.accepted)
+            elif not chunk.tokens and chunk.finish == "none":
+                continue
+            yield running, chunk
+
+    def _chunk(self, step: Step, running: Running, entry: target_pb2.StepEntry) -> Chunk:
+        request, counters = running.request, self._counters
+        tokens = tuple(entry.tokens)
+        running.tokens += len(tokens)
+        if running.tokens > running.limit:
+            raise ProtocolError(f"step {step.number}: slot {entry.slot} is beyond its limit")
+        request.output += tokens
+        counters.tokens += len(tokens)
+        finish = _FINISHES.get(entry.finish, "none")
+        if finish == "none" and running.tokens == running.limit:
+            finish = "length"  # nothing more would be planned for it
+        error = EngineFailed("the target could not go on") if finish == "error" else None
+        logprobs = logprobs_of(entry) if request.params.logprobs is not None else None
+        if step.kind != DECODE:
+            return Chunk(tokens, logprobs, finish, error)
+        counters.slot_steps += 1
+        counters.accepted += entry.accepted
+        return Chunk(tokens, logprobs, finish, error, entry.nodes, entry.accepted)
+
+    def measure(
+        self,
+        step: Step,
+        times: target_pb2.StepTimes,
+        at: float,
+        tokens: int,
+        planner: Planner,
+        current: bool,
+    ) -> None:
+        """Counts a step whose result arrived `at`, and learns from its time if it followed another
+        decode step without a pause."""
+        counters = self._counters
+        (last_at, last_kind), self._last = self._last, (at, step.kind)
+        counters.steps += 1
+        counters.waited_ns += times.waited
+        counters.computed_ns += times.computed
+        counters.published_ns += times.published
+        counters.drafted_ns += times.drafted
+        if step.kind != DECODE:
+            counters.prefill_steps += 1
+            counters.prefill_rows += sum(count for _, count in step.spans)
+            return
+        counters.decode_steps += 1
+        counters.rows += sum(step.nodes_of)
+        counters.drafted_steps += step.drafted > 0
+        counters.drafted_slot_steps += step.drafted
+        if last_kind != DECODE or not (self._lock_step or step.sent_at <= last_at):
+            return
+        seconds = at - max(last_at, step.sent_at)
+        counters.step_took(seconds)
+        if current:
+            planner.measured(step, seconds * 1e3, tokens)
+
+
+def _failed(reason: str) -> Chunk:
+    return Chunk(finish="error", error=EngineFailed(reason))
