@@ -42,10 +42,13 @@ _NEAR = 4.0
 """Depth of the tokens whose scores bound the others' when nothing is filtered."""
 
 _SUM_ERROR = 1e-4
-"""Bound of the relative error of a sum of fp32 exponentials of differences up to 100 nats."""
+"""Far more than the relative error of a sum of exponentials in fp32."""
 
 _EXACT_ERROR = 1e-9
 """The same of a sum in fp64; the reference may add in another order."""
+
+_MANY = 512
+"""Candidates up to which their words are always computed one by one, together with other races'."""
 
 _PRUNE = 2048
 """Candidates from which on a comparison of raw words pays before two logarithms of each."""
@@ -56,7 +59,8 @@ class _Race:
     """Candidates of one row: ids ascending, their logit / T, and the words of their noise.
 
     `total` is the mass of the kept tokens before top-p, relative to the best token's; NaN when
-    top-p is off. `error` bounds its relative error.
+    top-p is off. `error` bounds its relative error. `least` is a score that some candidate has,
+    known once an unfiltered race is widened.
     """
 
     index: int
@@ -67,6 +71,7 @@ class _Race:
     scaled: F32
     total: float = math.nan
     error: float = _EXACT_ERROR
+    least: float | None = None
 
 
 def run(logits: F32, rows: Sequence[RowSampling]) -> list[int | None]:
@@ -85,11 +90,15 @@ def run(logits: F32, rows: Sequence[RowSampling]) -> list[int | None]:
             if race is not None:
                 entered.append(race)
         noise = _Noise(logits.shape[1])
+        widened: list[_Race] = []
         for race, words in zip(entered, noise.words(entered), strict=True):
             if race.row.params.filtered:
                 drawn[race.index] = _decide(race, words)
             else:
-                drawn[race.index] = _decide_unfiltered(race, words, noise)
+                _widen(race, words)
+                widened.append(race)
+        for race, words in zip(widened, noise.words(widened), strict=True):
+            drawn[race.index] = int(race.ids[_winner(race.scaled, words, race.least)])
     return drawn
 
 
@@ -173,19 +182,16 @@ class _Noise:
             ids = np.concatenate([race.ids for race in few])
             flat = token_words(ids, positions, choices, seeds)
         parts = iter(np.split(flat, np.cumsum(sizes)[:-1]))
-        return [self.of(race, race.ids) if self._many(race.ids) else next(parts) for race in races]
+        return [self._of_whole(race) if self._many(race.ids) else next(parts) for race in races]
 
-    def of(self, race: _Race, ids: I64) -> U64:
-        """The words of `ids` for one race."""
+    def _of_whole(self, race: _Race) -> U64:
         seed, choice, position = key = _key(race.row)
-        if not self._many(ids):
-            return token_words(ids, *(np.array([v], np.uint64) for v in (position, choice, seed)))
         if key not in self._whole:
             self._whole[key] = vocabulary_words(self._vocab_size, position, choice, seed)
-        return self._whole[key][ids]
+        return self._whole[key][race.ids]
 
     def _many(self, ids: I64) -> bool:
-        return len(ids) > self._vocab_size // 8
+        return len(ids) > max(_MANY, self._vocab_size // 8)
 
 
 def _key(row: RowSampling) -> tuple[int, int, int]:
@@ -215,16 +221,12 @@ def _decide(race: _Race, words: U64) -> int | None:
         ids, scaled, words = ids[before], scaled[before], words[before]
 
 
-def _decide_unfiltered(race: _Race, words: U64, noise: _Noise) -> int:
-    """The winner among all tokens, given the near ones' words."""
-    scores = race.scaled + gumbel_of(words)
-    least = float(scores.max())
-    depth = float(race.top) - (least - GUMBEL_HIGH) + 1e-3  # a rounded sum may exceed its terms'
+def _widen(race: _Race, words: U64) -> None:
+    """Makes all tokens that can still win the candidates, given the words of the near ones."""
+    race.least = float((race.scaled + gumbel_of(words)).max())
+    depth = float(race.top) - (race.least - GUMBEL_HIGH) + _score_error(race.top)
     temperature = np.float32(race.row.params.temperature)
-    ids, scaled = _down_to(race.edited, temperature, race.top, depth)
-    if len(ids) == len(race.ids):
-        return int(ids[scores.argmax()])
-    return int(ids[_winner(scaled, noise.of(race, ids), least)])
+    race.ids, race.scaled = _down_to(race.edited, temperature, race.top, depth)
 
 
 def _winner(scaled: F32, words: U64, least: float | None = None) -> int:
@@ -235,13 +237,19 @@ def _winner(scaled: F32, words: U64, least: float | None = None) -> int:
     """
     if len(scaled) <= _PRUNE:
         return int((scaled + gumbel_of(words)).argmax())
+    top = np.float32(scaled.max())
     if least is None:
-        near = np.flatnonzero(scaled >= scaled.max() - np.float32(_NEAR))
+        near = np.flatnonzero(scaled >= top - np.float32(_NEAR))
         least = float((scaled[near] + gumbel_of(words[near])).max())
-    limit = scaled - np.float32(least - 1e-3)
+    limit = scaled - np.float32(least - _score_error(top))
     limit = torch.from_numpy(limit).exp_().numpy() * np.float32(2.0**32) + np.float32(1)
     able = np.flatnonzero(words.astype(np.float32) <= limit)
     return int(able[(scaled[able] + gumbel_of(words[able])).argmax()])
+
+
+def _score_error(top: np.float32) -> float:
+    """More than what rounding a noise and its sum with a value near `top` can add to a score."""
+    return 1e-3 + 4 * float(np.spacing(abs(top)))
 
 
 _NOTHING = History()
