@@ -104,7 +104,8 @@ _TOTALS = {
     "preemptions": "Requests put back into the queue for want of pages.",
     "recoveries": "Requests taken over a loss of the target.",
     "rejected": "Commands the servers refused.",
-    "replayed_slots": "Slots whose context was sent to the draft again.",
+    "replayed": "Times that a slot's context was sent to a draft that lacked it.",
+    "sessions": "Sessions attached between target and draft.",
 }
 """Help of the scheduler's sums; one that is new here is exported under its own name."""
 
@@ -135,7 +136,6 @@ class SchedulerMetrics(Collector):
             "quantile",
             {"0.5": now.plan_latency_p50_ns / 1e9, "0.99": now.plan_latency_p99_ns / 1e9},
         )
-        yield counter("draft_sessions", "Sessions attached so far.", now.sessions)
         yield counters(
             "step_part_seconds",
             "Time of all steps by what it went into, as the servers measured it.",

@@ -7,27 +7,33 @@ import contextlib
 import json
 import logging
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import uvicorn
+import uvloop
 
 from gateway.app import create_app
 from gateway.counters import Snapshot
 from gateway.generation import Bridge
 from gateway.metrics import FrontMetrics, SchedulerMetrics
-from gateway.request import Deliver
+from gateway.request import Deliver, ModelInfo
 from gateway.service import SchedulerPort, Service
 from gateway.servicer import SERVICE_NAME, GatewayServicer
 from gateway.settings import GatewaySettings
 from gateway.template import ChatTemplate
-from gateway.tokenizer import Tokenizer
-from slipstream.errors import ConfigError, PairError
+from gateway.tokenizer import Tokenizer, resolve_folder
+from slipstream import log as log_lines
+from slipstream.errors import ConfigError, PairError, SlipstreamError
 from slipstream.metrics import registry
 from slipstream.serving import Server, wait_for_signal
 from slipstream.v1 import gateway_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S = 0.0005
+"""The longest that Python code on one thread keeps the scheduler's thread waiting."""
 
 _POLL_S = 0.05  # how often readiness is looked at
 _ERRORS_S = 0.5  # what the last error events get to leave after the drain time
@@ -38,6 +44,9 @@ class SchedulerThread(SchedulerPort, Protocol):
 
     def start(self) -> None:
         """Starts the thread."""
+
+    def wait_ready(self) -> ModelInfo:
+        """Blocks until it serves, or is stopped. Raises ConfigError or PeerLost if it cannot."""
 
     def stop(self, drain_s: float) -> None:
         """Ends the thread once nothing runs, at the latest after `drain_s` s; blocks."""
@@ -130,10 +139,12 @@ class Front:
         self._rest_task = asyncio.create_task(self._rest.serve(sockets=[sock]))
 
     async def until_ready(self) -> None:
-        """Waits for the scheduler's target. Raises PairError when the tokenizer is not its own."""
-        while not self.scheduler.ready:  # noqa: ASYNC110 - set on another thread
-            await asyncio.sleep(_POLL_S)
-        vocab = self.scheduler.info.vocab_size
+        """Waits for the scheduler's target.
+
+        Raises what the scheduler cannot start for, and PairError when the tokenizer is not the
+        target's.
+        """
+        vocab = (await asyncio.to_thread(self.scheduler.wait_ready)).vocab_size
         if self._tokenizer.vocab_size > vocab:
             raise PairError(
                 f"the tokenizer has {self._tokenizer.vocab_size} ids,"
@@ -171,7 +182,7 @@ async def serve(
     template: ChatTemplate | None,
     make_scheduler: Callable[[Deliver], SchedulerThread],
 ) -> None:
-    """Runs the gateway until a signal. Raises ConfigError when it cannot start."""
+    """Runs the gateway until a signal. Raises SlipstreamError when it cannot start."""
     front = Front(settings, tokenizer, template, make_scheduler)
     await front.start()
     signalled = asyncio.create_task(wait_for_signal())
@@ -186,7 +197,7 @@ async def serve(
             print("READY", json.dumps({"grpc": front.grpc, "http": front.http}), flush=True)
         await signalled
         log.info("signal: no new requests; running ones get %g s", drain_s)
-    except ConfigError:
+    except SlipstreamError:
         drain_s = 0.0
         raise
     finally:
@@ -194,3 +205,20 @@ async def serve(
             if task is not None:
                 task.cancel()
         await front.stop(drain_s)
+
+
+def run(settings: GatewaySettings, make_scheduler: Callable[[Deliver], SchedulerThread]) -> int:
+    """The whole process; the exit status: 0 after a signal, 2 when it cannot start as it was told
+    to, 1 when the servers behind it do not let it."""
+    log_lines.setup(settings.log_level)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        folder = resolve_folder(settings.tokenizer)
+        tokenizer = Tokenizer.load(folder)
+        template = ChatTemplate.load(folder, tokenizer)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(settings, tokenizer, template, make_scheduler))
+    except SlipstreamError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0

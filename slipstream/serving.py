@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Sequence
@@ -38,13 +39,21 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 def _wrap_streaming(handler: Any) -> Any:
     inner = handler.stream_stream or handler.unary_stream
 
-    async def behave(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def generate(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             async for response in inner(request, context):
                 yield response
         except SlipstreamError as error:
             await context.abort(describe(error).grpc, str(error))
 
+    async def write(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        try:
+            await inner(request, context)
+        except SlipstreamError as error:
+            await context.abort(describe(error).grpc, str(error))
+
+    # grpc.aio lets a method yield its responses or write them; the health service's Watch writes.
+    behave = generate if inspect.isasyncgenfunction(inner) else write
     make = (
         grpc.stream_stream_rpc_method_handler
         if handler.request_streaming

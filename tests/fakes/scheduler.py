@@ -1,21 +1,21 @@
 """A scheduler without servers: scripted tokens, several per step, from a thread of its own.
 
 `python -m tests.fakes.scheduler FLAGS` runs the whole gateway process over it; beside the gateway's
-own flags, SLIPSTREAM_FAKE_STEP_MS and SLIPSTREAM_FAKE_TOKENS set the step and its tokens.
+own flags, SLIPSTREAM_FAKE_STEP_MS, SLIPSTREAM_FAKE_TOKENS and SLIPSTREAM_FAKE_VOCAB set the step,
+its tokens and their ids. At its end it prints the modules that were loaded.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import itertools
+import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from gateway.counters import Snapshot
 from gateway.request import Chunk, Deliver, GenerateParams, ModelInfo
@@ -87,6 +87,11 @@ class FakeScheduler:
     def start(self) -> None:
         self._thread.start()
 
+    def wait_ready(self) -> ModelInfo:
+        while not (self.ready or self._stopping.wait(0.01)):
+            pass
+        return self.info
+
     def stop(self, drain_s: float) -> None:
         self._stopping.set()
         self._thread.join()
@@ -102,7 +107,6 @@ class FakeScheduler:
             free_pages=self.info.pages,
             in_flight=0,
             groups=1,
-            sessions=1,
             step_s=self.step_s,
             plan_latency_p50_ns=1000,
             plan_latency_p99_ns=2000,
@@ -170,27 +174,23 @@ class FakeScheduler:
 
 
 def main(argv: Sequence[str]) -> int:
-    from gateway.server import serve
+    from gateway.server import run
     from gateway.settings import GatewaySettings
-    from gateway.template import ChatTemplate
-    from gateway.tokenizer import Tokenizer
     from slipstream.settings import parse_or_exit
 
-    settings = parse_or_exit(GatewaySettings, argv)
-    folder = Path(settings.tokenizer or "")
-    tokenizer = Tokenizer.load(folder)
-
     def make(deliver: Deliver) -> FakeScheduler:
+        vocab = int(os.environ.get("SLIPSTREAM_FAKE_VOCAB", "320"))
         return FakeScheduler(
             deliver,
-            noise_script(10, tokenizer.vocab_size),
-            info=model_info(tokenizer.vocab_size),
+            noise_script(10, vocab),
+            info=model_info(vocab, 100_000),
             step_s=float(os.environ.get("SLIPSTREAM_FAKE_STEP_MS", "2")) / 1e3,
             per_step=int(os.environ.get("SLIPSTREAM_FAKE_TOKENS", "3")),
         )
 
-    asyncio.run(serve(settings, tokenizer, ChatTemplate.load(folder, tokenizer), make))
-    return 0
+    status = run(parse_or_exit(GatewaySettings, argv), make)
+    print("MODULES", json.dumps(sorted(sys.modules)))
+    return status
 
 
 def model_info(vocab: int, max_model_len: int = 512) -> ModelInfo:
