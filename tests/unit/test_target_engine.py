@@ -2,216 +2,39 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import pytest
 
 from services.target.commands import (
-    Admit,
     Attach,
-    Attached,
-    Command,
     Detach,
     Detached,
     Event,
     Outcome,
-    Plan,
     PlanEntry,
-    Ready,
-    Rejected,
     Release,
     Rewind,
-    StepDone,
     StepKind,
 )
-from services.target.engine import Engine
-from services.target.runner import Finish, SlotAdmit
-from slipstream.errors import PeerLost, SlipstreamError
+from services.target.runner import Finish
+from slipstream.errors import PeerLost
 from slipstream.handoff.base import (
     ContextMessage,
-    PeerSpec,
     Proposal,
     ProposedTree,
-    TargetEnd,
 )
 from slipstream.params import SamplingParams
 from slipstream.v1 import common_pb2 as pb
 from tests.fakes.encoding import decode_rows, next_token
 from tests.fakes.target import FakeTargetRunner, expected_output
-
-WAIT_S = 5.0
-
-
-class FakeEnd:
-    """A handoff end in memory; `propose` makes the proposal of a step from what was published."""
-
-    def __init__(self, session: int) -> None:
-        self.session = session
-        self.messages: list[ContextMessage] = []
-        self.awaited: list[tuple[int, tuple[int, int]]] = []
-        self.propose: Callable[[int], Proposal | None] = lambda step: Proposal(step)
-        self.reason = ""
-        self.alive = True
-        self.log: list[str] = []
-
-    def publish_context(self, message: ContextMessage) -> None:
-        self.messages.append(message)
-        self.log.append(f"publish {message.step}")
-
-    def await_proposal(self, step: int, shape: tuple[int, int]) -> Proposal | None:
-        self.awaited.append((step, shape))
-        return self.propose(step)
-
-    def end(self, reason: str) -> None:
-        if self.alive:
-            self.alive, self.reason = False, reason
-
-    def die(self, reason: str) -> None:
-        self.alive, self.reason = False, reason
-
-
-@dataclass
-class FakeConnector:
-    calls: list[tuple[int, int, str, PeerSpec]] = field(default_factory=list)
-    answer: Callable[[int], TargetEnd | SlipstreamError | None] = FakeEnd
-    pending: list[Callable[[TargetEnd | SlipstreamError], None]] = field(default_factory=list)
-
-    def connect(
-        self,
-        session: int,
-        first_step: int,
-        address: str,
-        spec: PeerSpec,
-        done: Callable[[TargetEnd | SlipstreamError], None],
-    ) -> None:
-        self.calls.append((session, first_step, address, spec))
-        answer = self.answer(session)
-        if answer is None:
-            self.pending.append(done)
-        else:
-            done(answer)
-
-
-class Driver:
-    """A gateway in the test: numbers commands and steps, collects events."""
-
-    def __init__(self, runner: FakeTargetRunner) -> None:
-        self.runner = runner
-        self.connector = FakeConnector()
-        self.ends: list[FakeEnd] = []
-        self.connector.answer = self._make_end
-        self.failure: list[BaseException] = []
-        self.loaded = threading.Event()
-        self.engine = Engine(
-            lambda: runner,
-            self.connector,
-            loaded=lambda spec: self.loaded.set(),
-            failed=self.failure.append,
-        )
-        self.engine.start()
-        self.number = 1
-        self.step = 0
-        self.open()
-
-    def _make_end(self, session: int) -> FakeEnd:
-        self.ends.append(FakeEnd(session))
-        return self.ends[-1]
-
-    def open(self) -> None:
-        events: queue.Queue[Event] = queue.Queue()
-        self.events = events
-        self.engine.open(events.put)
-        ready = self.next()
-        assert isinstance(ready, Ready)
-        self.step = ready.last_step
-
-    def close(self) -> None:
-        done = threading.Event()
-        self.engine.close(done.set)
-        assert done.wait(WAIT_S)
-
-    def next(self) -> Event:
-        return self.events.get(timeout=WAIT_S)
-
-    def send(self, make: Callable[[int], Command]) -> int:
-        self.number += 1
-        self.engine.submit(make(self.number))
-        return self.number
-
-    def admit(
-        self,
-        slot: int,
-        prompt: list[int],
-        *,
-        epoch: int = 1,
-        limit: int = 64,
-        output: tuple[int, ...] = (),
-        stop: tuple[int, ...] = (),
-        min_tokens: int = 0,
-        temperature: float = 0.0,
-        logprobs: int | None = None,
-        publish: bool = True,
-    ) -> int:
-        request = SlotAdmit(
-            prompt, output, limit, min_tokens, frozenset(stop),
-            SamplingParams(temperature=temperature), logprobs, publish,
-        )  # fmt: skip
-        return self.send(lambda n: Admit(n, slot, epoch, request))
-
-    def plan(self, kind: StepKind, *entries: PlanEntry, session: int = 0) -> int:
-        self.step += 1
-        step = self.step
-        return self.send(lambda n: Plan(n, step, session, kind, entries, time.monotonic_ns()))
-
-    def prefill(
-        self,
-        slot: int,
-        first: int,
-        count: int,
-        last: bool = True,
-        *,
-        epoch: int = 1,
-        session: int = 0,
-        reserve: int | None = None,
-    ) -> StepDone:
-        held = first + count if reserve is None else reserve
-        entry = PlanEntry(slot, epoch, held, first=first, count=count, last=last)
-        self.plan(StepKind.PREFILL, entry, session=session)
-        return self.done()
-
-    def decode(self, *entries: PlanEntry, session: int = 0) -> StepDone:
-        self.plan(StepKind.DECODE, *entries, session=session)
-        return self.done()
-
-    def done(self) -> StepDone:
-        event = self.next()
-        assert isinstance(event, StepDone), event
-        assert event.step == self.step
-        return event
-
-    def rejected(self, number: int, code: int) -> Rejected:
-        event = self.next()
-        assert isinstance(event, Rejected), event
-        assert (event.command, event.code) == (number, code), event
-        return event
-
-    def attach(self, session: int = 7, first_step: int | None = None) -> FakeEnd:
-        first = self.step + 1 if first_step is None else first_step
-        self.send(lambda n: Attach(n, session, first, "draft:1"))
-        assert self.next() == Attached(session, "grpc")
-        return self.ends[-1]
-
-    def check(self) -> None:
-        """Every invariant; the engine is idle once its last event is here."""
-        self.engine.check()
+from tests.fakes.target_driver import WAIT_S, Driver, FakeEnd
 
 
 @pytest.fixture
-def driver() -> Iterator[Driver]:
+def driver() -> Iterator[Driver[FakeTargetRunner]]:
     made = Driver(FakeTargetRunner(eos_ids=(2,)))
     yield made
     made.engine.stop()
@@ -231,7 +54,7 @@ def chain(slot: int, start: int, anchor: int, length: int, wrong_from: int = 99)
     return ProposedTree(slot, 1, tokens, list(range(-1, length - 1)))
 
 
-def test_plain_decode_gives_the_model_s_tokens(driver: Driver) -> None:
+def test_plain_decode_gives_the_model_s_tokens(driver: Driver[FakeTargetRunner]) -> None:
     prompt = [5, 6, 7]
     want = expected_output(prompt, 20, 1000)
     driver.admit(0, prompt, limit=20)
@@ -249,7 +72,7 @@ def test_plain_decode_gives_the_model_s_tokens(driver: Driver) -> None:
     assert done.times.computed > 0 and done.times.started > 0 and done.times.queued > 0
 
 
-def test_chunked_prefill_equals_whole(driver: Driver) -> None:
+def test_chunked_prefill_equals_whole(driver: Driver[FakeTargetRunner]) -> None:
     prompt = list(range(10, 40))
     driver.admit(0, prompt)
     driver.admit(1, prompt)
@@ -259,7 +82,7 @@ def test_chunked_prefill_equals_whole(driver: Driver) -> None:
     assert driver.prefill(1, 23, 7).entries[0].result.tokens == whole
 
 
-def test_readmission_goes_on_where_it_was(driver: Driver) -> None:
+def test_readmission_goes_on_where_it_was(driver: Driver[FakeTargetRunner]) -> None:
     prompt = [9, 8, 7]
     want = expected_output(prompt, 12, 1000)
     driver.admit(0, prompt, output=tuple(want[:4]), limit=12)
@@ -269,7 +92,7 @@ def test_readmission_goes_on_where_it_was(driver: Driver) -> None:
     assert got == want[4:9][: len(got)]
 
 
-def test_stop_limit_and_padding(driver: Driver) -> None:
+def test_stop_limit_and_padding(driver: Driver[FakeTargetRunner]) -> None:
     prompt = [5, 6, 7]
     want = expected_output(prompt, 40, 1000)
     stop = want[3]
@@ -292,7 +115,7 @@ def test_stop_limit_and_padding(driver: Driver) -> None:
     assert driver.prefill(0, 0, 3, epoch=2).free_pages == 255
 
 
-def test_stop_wins_over_limit_and_min_tokens_bans(driver: Driver) -> None:
+def test_stop_wins_over_limit_and_min_tokens_bans(driver: Driver[FakeTargetRunner]) -> None:
     prompt = [5, 6, 7]
     want = expected_output(prompt, 40, 1000)
     driver.admit(0, prompt, limit=5, stop=(want[1],))
@@ -307,7 +130,7 @@ def test_stop_wins_over_limit_and_min_tokens_bans(driver: Driver) -> None:
     assert want[1] not in got[:4]
 
 
-def test_tree_off_the_dense_path(driver: Driver) -> None:
+def test_tree_off_the_dense_path(driver: Driver[FakeTargetRunner]) -> None:
     prompt = [5, 6, 7]
     want = expected_output(prompt, 40, 1000)
     driver.admit(0, prompt, limit=40)
@@ -326,7 +149,7 @@ def test_tree_off_the_dense_path(driver: Driver) -> None:
     driver.check()
 
 
-def test_bad_proposals_cost_acceptance_only(driver: Driver) -> None:
+def test_bad_proposals_cost_acceptance_only(driver: Driver[FakeTargetRunner]) -> None:
     prompt = [5, 6, 7]
     want = expected_output(prompt, 40, 1000)
     driver.admit(0, prompt, limit=40)
@@ -349,7 +172,7 @@ def test_bad_proposals_cost_acceptance_only(driver: Driver) -> None:
     assert driver.decode(entry(0, 40, nodes=8), session=7).entries[0].result.nodes == 1
 
 
-def test_publish_follows_the_cursor(driver: Driver) -> None:
+def test_publish_follows_the_cursor(driver: Driver[FakeTargetRunner]) -> None:
     prompt = list(range(20, 30))
     want = expected_output(prompt, 60, 1000)
     end = driver.attach()
@@ -379,7 +202,7 @@ def test_publish_follows_the_cursor(driver: Driver) -> None:
     driver.rejected(number, pb.REJECT_CODE_LENGTH)
 
 
-def test_publish_false_sends_no_rows(driver: Driver) -> None:
+def test_publish_false_sends_no_rows(driver: Driver[FakeTargetRunner]) -> None:
     end = driver.attach()
     driver.admit(0, [1, 2, 3], publish=False)
     driver.prefill(0, 0, 3, session=7)
@@ -388,7 +211,9 @@ def test_publish_false_sends_no_rows(driver: Driver) -> None:
     assert [m.step for m in end.messages] == [1, 2]
 
 
-def test_new_session_starts_at_row_0_and_old_one_counts_as_empty(driver: Driver) -> None:
+def test_new_session_starts_at_row_0_and_old_one_counts_as_empty(
+    driver: Driver[FakeTargetRunner],
+) -> None:
     driver.attach(7)
     driver.admit(0, [1, 2, 3])
     driver.prefill(0, 0, 3, session=7)
@@ -407,7 +232,9 @@ def test_new_session_starts_at_row_0_and_old_one_counts_as_empty(driver: Driver)
     assert driver.rejected(number, pb.REJECT_CODE_SESSION).session == 7
 
 
-def test_a_dead_handoff_is_reported_in_a_step_and_when_idle(driver: Driver) -> None:
+def test_a_dead_handoff_is_reported_in_a_step_and_when_idle(
+    driver: Driver[FakeTargetRunner],
+) -> None:
     end = driver.attach(7)
     driver.admit(0, [1, 2, 3])
     driver.prefill(0, 0, 3, session=7)
@@ -424,7 +251,7 @@ def test_a_dead_handoff_is_reported_in_a_step_and_when_idle(driver: Driver) -> N
     assert driver.next() == Detached(8, "gone")
 
 
-def test_attach_is_refused(driver: Driver) -> None:
+def test_attach_is_refused(driver: Driver[FakeTargetRunner]) -> None:
     number = driver.send(lambda n: Attach(n, 0, 1, "draft:1"))
     driver.rejected(number, pb.REJECT_CODE_SESSION)
     driver.plan(StepKind.DECODE)
@@ -440,7 +267,7 @@ def test_attach_is_refused(driver: Driver) -> None:
     driver.rejected(number, pb.REJECT_CODE_SESSION)
 
 
-def test_plan_may_name_a_session_only_once_attached(driver: Driver) -> None:
+def test_plan_may_name_a_session_only_once_attached(driver: Driver[FakeTargetRunner]) -> None:
     driver.connector.answer = lambda session: None
     driver.send(lambda n: Attach(n, 5, 1, "draft:1"))
     driver.admit(0, [1, 2, 3])
@@ -468,7 +295,9 @@ def test_plan_may_name_a_session_only_once_attached(driver: Driver) -> None:
         ({"reserve": 5000}, pb.REJECT_CODE_LENGTH),
     ],
 )
-def test_bad_decode_entries(driver: Driver, change: dict[str, int], code: int) -> None:
+def test_bad_decode_entries(
+    driver: Driver[FakeTargetRunner], change: dict[str, int], code: int
+) -> None:
     driver.admit(0, [1, 2, 3])
     driver.prefill(0, 0, 3)
     end = driver.attach()
@@ -494,7 +323,7 @@ def test_bad_decode_entries(driver: Driver, change: dict[str, int], code: int) -
         {"first": 0, "count": 3, "last": True, "reserve": 2},
     ],
 )
-def test_bad_prefill_entries(driver: Driver, fields: dict[str, int]) -> None:
+def test_bad_prefill_entries(driver: Driver[FakeTargetRunner], fields: dict[str, int]) -> None:
     driver.admit(0, [1, 2, 3])
     full = PlanEntry(**({"slot": 0, "epoch": 1, "reserve": 10} | fields))
     number = driver.plan(StepKind.PREFILL, full)
@@ -506,7 +335,7 @@ def test_bad_prefill_entries(driver: Driver, fields: dict[str, int]) -> None:
     assert driver.prefill(0, 0, 3).entries[0].outcome is Outcome.DONE
 
 
-def test_other_entries_go_on(driver: Driver) -> None:
+def test_other_entries_go_on(driver: Driver[FakeTargetRunner]) -> None:
     for slot in (0, 1):
         driver.admit(slot, [1, 2, 3])
         driver.prefill(slot, 0, 3)
@@ -517,7 +346,7 @@ def test_other_entries_go_on(driver: Driver) -> None:
     assert outcomes == [Outcome.DONE, Outcome.DROPPED, Outcome.DROPPED, Outcome.DONE]
 
 
-def test_kindless_plan_and_step_order(driver: Driver) -> None:
+def test_kindless_plan_and_step_order(driver: Driver[FakeTargetRunner]) -> None:
     driver.admit(0, [1, 2, 3])
     number = driver.plan(StepKind.UNKNOWN, entry(0, 9))
     driver.rejected(number, pb.REJECT_CODE_BAD_VALUE)
@@ -541,10 +370,10 @@ def test_kindless_plan_and_step_order(driver: Driver) -> None:
         ({"output": (5000,)}, pb.REJECT_CODE_BAD_VALUE),
         ({"stop": (1000,)}, pb.REJECT_CODE_BAD_VALUE),
         ({"logprobs": 21}, pb.REJECT_CODE_BAD_VALUE),
-        ({"temperature": -1.0}, pb.REJECT_CODE_BAD_VALUE),
+        ({"sampling": SamplingParams(temperature=-1.0)}, pb.REJECT_CODE_BAD_VALUE),
     ],
 )
-def test_bad_admits(driver: Driver, change: dict[str, object], code: int) -> None:
+def test_bad_admits(driver: Driver[FakeTargetRunner], change: dict[str, object], code: int) -> None:
     fields: dict[str, object] = {"slot": 0, "prompt": [1, 2, 3]} | change
     number = driver.admit(**fields)  # type: ignore[arg-type]
     driver.rejected(number, code)
@@ -552,7 +381,7 @@ def test_bad_admits(driver: Driver, change: dict[str, object], code: int) -> Non
     assert driver.prefill(0, 0, 3, epoch=2).entries[0].outcome is Outcome.DONE
 
 
-def test_occupied_and_stale_admits(driver: Driver) -> None:
+def test_occupied_and_stale_admits(driver: Driver[FakeTargetRunner]) -> None:
     driver.admit(0, [1, 2, 3], epoch=5)
     driver.rejected(driver.admit(0, [1, 2, 3], epoch=6), pb.REJECT_CODE_STALE_EPOCH)
     driver.rejected(driver.send(lambda n: Release(n, 0, 4)), pb.REJECT_CODE_STALE_EPOCH)
@@ -561,7 +390,7 @@ def test_occupied_and_stale_admits(driver: Driver) -> None:
     driver.rejected(driver.send(lambda n: Release(n, 0, 5)), pb.REJECT_CODE_SLOT_EMPTY)
 
 
-def test_no_pages(driver: Driver) -> None:
+def test_no_pages(driver: Driver[FakeTargetRunner]) -> None:
     small = Driver(FakeTargetRunner(pages=4, page_size=4))
     small.admit(0, [1, 2, 3, 4, 5])
     small.admit(1, [1, 2, 3, 4, 5])
@@ -579,7 +408,9 @@ def test_no_pages(driver: Driver) -> None:
     small.engine.stop()
 
 
-def test_a_lost_gateway_s_steps_are_finished_and_slots_freed(driver: Driver) -> None:
+def test_a_lost_gateway_s_steps_are_finished_and_slots_freed(
+    driver: Driver[FakeTargetRunner],
+) -> None:
     end = driver.attach()
     driver.admit(0, [1, 2, 3])
     driver.prefill(0, 0, 3, session=7)
@@ -611,7 +442,9 @@ def test_context_is_published_before_the_step_is_reported() -> None:
     driver.engine.stop()
 
 
-def test_drain_refuses_new_requests_and_reports_the_last_release(driver: Driver) -> None:
+def test_drain_refuses_new_requests_and_reports_the_last_release(
+    driver: Driver[FakeTargetRunner],
+) -> None:
     driver.admit(0, [1, 2, 3])
     driver.prefill(0, 0, 3)
     drained = threading.Event()
