@@ -36,7 +36,7 @@ def random_tree(rng: random.Random, nodes: int, likely: list[list[int]]) -> Tree
     while len(tree) < nodes:
         node = len(tree)
         parent = rng.randrange(max(0, node - 3), node)
-        token = rng.choice([*likely[parent], rng.randrange(VOCAB)])
+        token = rng.choice([likely[parent][0], *likely[parent], rng.randrange(VOCAB)])
         if (parent, token) not in taken:
             taken.add((parent, token))
             tree.tokens.append(token)
@@ -59,8 +59,8 @@ def test_a_mixed_step_equals_the_reference(seed: int) -> None:
     requests: list[Verify] = []
     rows: list[torch.Tensor] = []
     for params in PARAMS.values():
-        nodes = rng.randint(1, 9)
-        part = torch.randn(nodes, VOCAB) * 3
+        nodes = rng.randint(1, 12)
+        part = torch.randn(nodes, VOCAB) * 5
         tree = random_tree(rng, nodes, part.topk(3).indices.tolist())
         prompt = [rng.randrange(VOCAB) for _ in range(5)]
         output = [rng.randrange(VOCAB) for _ in range(3)]
@@ -94,7 +94,7 @@ def test_a_mixed_step_equals_the_reference(seed: int) -> None:
             assert row.logprob == pytest.approx(float(exact[request.first + node, token]), abs=1e-5)
             best = exact[request.first + node].topk(3)
             assert [t for t, _ in row.top] == best.indices.tolist()
-    assert accepted > 0
+    assert accepted >= 2
 
 
 def test_penalties_count_committed_tokens_once() -> None:
