@@ -52,8 +52,12 @@ def admit(
     return SlotAdmit(prompt, output, sampling=params, publish=True, **fields)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_mixed_step_equals_the_reference(seed: int) -> None:
+def test_mixed_steps_equal_the_reference() -> None:
+    assert sum(mixed_step(seed) for seed in range(8)) > 20, "too few drafts were accepted"
+
+
+def mixed_step(seed: int) -> int:
+    """One step of every kind of request; returns how many drafts were accepted."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     requests: list[Verify] = []
@@ -94,7 +98,7 @@ def test_a_mixed_step_equals_the_reference(seed: int) -> None:
             assert row.logprob == pytest.approx(float(exact[request.first + node, token]), abs=1e-5)
             best = exact[request.first + node].topk(3)
             assert [t for t, _ in row.top] == best.indices.tolist()
-    assert accepted >= 2
+    return accepted
 
 
 def test_penalties_count_committed_tokens_once() -> None:
