@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -23,8 +22,6 @@ from gateway.service import Service
 from slipstream import __version__
 from slipstream.errors import InvalidRequest, NotFound, SlipstreamError
 from slipstream.metrics import CONTENT_TYPE, render
-
-log = logging.getLogger(__name__)
 
 MAX_BODY = 8 << 20
 """Most bytes of a request body; the longest windows need about 1 MiB of text."""
@@ -145,7 +142,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> Response:
-        log.error("%s %s", request.method, request.url.path, exc_info=error)
+        # The server logs it: it is raised again after this answer.
         return JSONAnswer(error_body("internal error", "server_error"), 500)
 
 

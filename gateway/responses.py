@@ -8,7 +8,6 @@ connection is watched: a client that leaves ends its request at once.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,8 +20,6 @@ from gateway.generation import Generation
 from gateway.metrics import FrontMetrics
 from gateway.openai import DONE, Frames, Kind, describe_error, error_event, response_body
 from slipstream.errors import Draining, PeerLost, QueueFull, SlipstreamError
-
-log = logging.getLogger(__name__)
 
 CLIENT_CLOSED = 499
 """Status under which a request counts whose client left."""

