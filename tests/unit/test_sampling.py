@@ -27,7 +27,7 @@ from slipstream.sampling import (
     logprobs_of,
     tree_rows,
 )
-from slipstream.tree import Tree, build_chain
+from slipstream.tree import Tree, build_chain, cut, repair, walk
 from slipstream.v1 import common_pb2 as pb
 
 SEED = 0x1234_5678_9ABC_DEF0
@@ -345,6 +345,58 @@ def test_logits_are_left_alone_and_rows_must_match() -> None:
     assert draw_rows(logits[:0], []) == []
     with pytest.raises(ValueError, match="1 rows to draw for 2 rows"):
         draw_rows(logits, [RowSampling(SamplingParams(), 0)])
+
+
+# -- a whole step ----------------------------------------------------------------------------------
+
+
+def toy_logits(tokens: tuple[int, ...]) -> Tensor:
+    """A "model": logits (10,) that depend on every token so far."""
+    seed = sum((token + 1) * 31**i for i, token in enumerate(tokens)) % (1 << 31)
+    return torch.randn(10, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+@pytest.mark.parametrize("case", range(60))
+def test_a_tree_step_commits_what_plain_decoding_would(case: int) -> None:
+    generator = np.random.default_rng(case)
+    params = dataclasses.replace(
+        random_row(generator, 10).params, temperature=float(generator.choice([0.0, 0.8]))
+    )
+    prompt, output = (1, 2, 3), tuple(generator.integers(0, 10, 2).tolist())
+    committed, stop_ids, min_tokens, limit = prompt + output, {0, 5}, 4, 9
+    start = len(committed) - 1
+
+    size = 24
+    parents = [-1, *(int(generator.integers(0, node)) for node in range(1, size))]
+    proposed = generator.integers(0, 10, size).tolist()
+    tree = repair(proposed, parents, nodes=size, vocab_size=10, anchor=committed[-1])
+    paths = [tuple(tree.tokens[n] for n in tree.path(node)[1:]) for node in range(len(tree))]
+    logits = torch.stack([toy_logits(committed + path) for path in paths])
+    banned_until = len(prompt) + min_tokens
+    rows = tree_rows(tree, start, params, History(prompt, output), stop_ids, banned_until)
+    drawn = draw_rows(logits, rows)
+    step = cut(
+        tree,
+        walk(tree, drawn),
+        drawn,
+        stop_ids=stop_ids,
+        room=limit - len(committed),
+        min_left=max(0, min_tokens - len(output)),
+    )
+
+    plain: list[int] = []
+    history = History(prompt, output)
+    while len(plain) < len(step.tokens):
+        position = len(committed) + len(plain)
+        row = RowSampling(params, position, history, (), stop_ids, banned_until)
+        token = draw(toy_logits((*committed, *plain)), row)
+        history.append([token])
+        plain.append(token)
+    assert step.tokens == plain
+    ended = [t in stop_ids and len(output) + i >= min_tokens for i, t in enumerate(plain)]
+    assert ended.count(True) == (step.finish == "stop")
+    if step.finish == "none":
+        assert len(plain) < limit - len(committed)
 
 
 # -- log-probabilities -----------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from unittest import mock
@@ -118,9 +120,7 @@ def test_toy_caps_and_their_limits() -> None:
 
 
 @st.composite
-def marginals(
-    draw: st.DrawFn, depths: int = 6, most: int = 6
-) -> tuple[Rows, list[list[int]]]:
+def marginals(draw: st.DrawFn, depths: int = 6, most: int = 6) -> tuple[Rows, list[list[int]]]:
     """Sorted log-probabilities of distinct tokens, with many ties; ids are 10 * depth + rank."""
     value = st.sampled_from([0.0, 0.5, 1.0, 3.0]) | st.floats(0, 8)
     rows = []
@@ -317,3 +317,9 @@ def test_a_wide_tree_takes_well_under_a_millisecond(mode: TreeMode) -> None:
         best = min(best, time.perf_counter() - started)
     assert len(tree) == 64
     assert best < 0.5e-3
+
+
+def test_trees_and_parameters_import_no_torch() -> None:
+    code = "import sys, slipstream.tree, slipstream.params; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
