@@ -80,6 +80,7 @@ class GrpcTargetEnd:
         return self._proposals.reason
 
     def publish_context(self, message: ContextMessage) -> None:
+        self._proposals.drop_below(message.step)  # steps without drafts asked for no proposal
         if self.alive:
             self._outbox.send(frames.context_frames(self.session, message, self._spec))
 

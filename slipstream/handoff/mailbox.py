@@ -59,6 +59,17 @@ class Mailbox(Generic[M]):
                 self._reason = reason
                 self._changed.notify_all()
 
+    def drop_below(self, step: int) -> None:
+        """The messages before that of `step` will not be asked for."""
+        with self._changed:
+            self._drop_below(step)
+
+    def _drop_below(self, step: int) -> None:
+        if step > self._floor:
+            self._floor = step
+            for old in [s for s in self._messages if s < step]:
+                del self._messages[old]
+
     def take(self, step: int, timeout: float | None = None) -> M | None:
         """Waits for the message of `step` and drops those before it.
 
@@ -66,10 +77,7 @@ class Mailbox(Generic[M]):
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            if step > self._floor:
-                self._floor = step
-                for old in [s for s in self._messages if s < step]:
-                    del self._messages[old]
+            self._drop_below(step)
             while True:
                 message = self._messages.pop(step, None)
                 if message is not None:

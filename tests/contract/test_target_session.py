@@ -232,3 +232,16 @@ async def test_step_times_over_real_channels() -> None:
             assert done.times.computed >= 5e6
             assert done.times.drafted >= 1e6
         print(f"step {1e3 * sorted(took)[10]:.2f} ms, waited {sorted(waited)[10]:.2f} ms")
+
+
+async def test_steps_without_drafts_leave_no_proposals_behind() -> None:
+    async with cell(FakeTargetRunner(), FakeDraftRunner()) as (gw, server, draft):
+        await gw.attach(3, draft.port)
+        await gw.admit(3, 0, [1, 2, 3], limit=200)
+        await gw.prefill(3, 0, 3)
+        for _ in range(20):
+            await gw.run(3, pb.STEP_KIND_DECODE, {"slot": 0, "reserve": 40, "nodes": 1})
+        await gw.run(3, pb.STEP_KIND_DECODE, {"slot": 0, "reserve": 40, "nodes": 4})
+        current = server.engine._sessions._current
+        assert current is not None and current.end is not None
+        assert len(current.end._proposals._messages) == 0  # type: ignore[attr-defined]
