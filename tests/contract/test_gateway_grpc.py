@@ -95,38 +95,36 @@ async def test_stop_strings(tmp_path: Path) -> None:
         assert s.scheduler.cancelled == [1]
 
 
-@pytest.mark.parametrize(
-    ("request_", "code", "details"),
-    [
-        (pb.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
-        (pb.GenerateRequest(text=""), grpc.StatusCode.INVALID_ARGUMENT, "prompt: must not be"),
-        (
-            pb.GenerateRequest(text="x", temperature=-3),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "temperature: .*-3",
-        ),
-        (
-            pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 320])),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "token 320",
-        ),
-        (
-            pb.GenerateRequest(text="y" * 600),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "window of 512",
-        ),
-        (pb.GenerateRequest(text="x", model="gpt"), grpc.StatusCode.NOT_FOUND, "gpt"),
-        (pb.GenerateRequest(text="x", n=3), grpc.StatusCode.RESOURCE_EXHAUSTED, "wait already"),
-    ],
-)
-async def test_errors(
-    tmp_path: Path, request_: pb.GenerateRequest, code: grpc.StatusCode, details: str
-) -> None:
+BAD_REQUESTS = [
+    (pb.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
+    (pb.GenerateRequest(text=""), grpc.StatusCode.INVALID_ARGUMENT, "prompt: must not be"),
+    (
+        pb.GenerateRequest(text="x", temperature=-3),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "temperature: .*-3",
+    ),
+    (
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 320])),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "token 320",
+    ),
+    (
+        pb.GenerateRequest(text="y" * 600),
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "window of 512",
+    ),
+    (pb.GenerateRequest(text="x", model="gpt"), grpc.StatusCode.NOT_FOUND, "gpt"),
+    (pb.GenerateRequest(text="x", n=3), grpc.StatusCode.RESOURCE_EXHAUSTED, "wait already"),
+]
+
+
+async def test_errors(tmp_path: Path) -> None:
     async with stage(tmp_path, max_running=2) as s:
-        with pytest.raises(grpc.aio.AioRpcError, match=details) as caught:
-            await generate(s, request_)
-        assert caught.value.code() == code
-        await until(lambda: s.scheduler.running == 0)
+        for request, code, details in BAD_REQUESTS:
+            with pytest.raises(grpc.aio.AioRpcError, match=details) as caught:
+                await generate(s, request)
+            assert caught.value.code() == code
+            await until(lambda: s.scheduler.running == 0)
         assert (await generate(s, pb.GenerateRequest(text="x")))[-1].finish_reason == "stop"
 
 

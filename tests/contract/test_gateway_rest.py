@@ -32,6 +32,17 @@ def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1]]
 
 
+def outcome(response: httpx.Response) -> tuple[str, str, dict[str, int]]:
+    """Text, finish reason and usage of a completion of one choice, whole or streamed."""
+    if not response.headers["content-type"].startswith("text/event-stream"):
+        whole = response.json()
+        (choice,) = whole["choices"]
+        return choice["text"], choice["finish_reason"], whole["usage"]
+    *chunks, last = events(response.text)
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    return text, chunks[-1]["choices"][0]["finish_reason"], last["usage"]
+
+
 async def until(condition: Any, seconds: float = 2.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110 - another thread changes it
@@ -166,29 +177,22 @@ async def test_speculative_statistics(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("per_step", [1, 2, 5, 40])
-async def test_a_stop_string_ends_text_and_request(
-    tmp_path: Path, stream: bool, per_step: int
-) -> None:
-    async with stage(tmp_path, TEXT + " and on" * 50, per_step=per_step) as s:
+async def test_a_stop_string_ends_text_and_request(tmp_path: Path, stream: bool) -> None:
+    long = TEXT + " and on" * 50
+    async with stage(tmp_path, long) as s:
         body = PROMPT | {"stop": ["字: t", "nowhere"], "stream": stream, "max_tokens": 400}
         if stream:
             body["stream_options"] = {"include_usage": True}
-        response = await s.http.post("/v1/completions", json=body)
-        if stream:
-            chunks = events(response.text)
-            text = "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1])
-            reason, usage = chunks[-2]["choices"][0]["finish_reason"], chunks[-1]["usage"]
-        else:
-            whole = response.json()
-            text, usage = whole["choices"][0]["text"], whole["usage"]
-            reason = whole["choices"][0]["finish_reason"]
-        assert (text, reason) == (TEXT[: TEXT.index("字")], "stop")
-        ids = said(s.tokenizer, TEXT + " and on" * 50)
-        count = usage["completion_tokens"]
-        assert "字: t" in s.tokenizer.decode(ids[:count])
-        assert "字: t" not in s.tokenizer.decode(ids[: count - 1])
-        await idle(s)
+        ids = said(s.tokenizer, long)
+        for per_step in (1, 2, 5, 40):
+            s.scheduler.per_step = per_step
+            response = await s.http.post("/v1/completions", json=body)
+            text, reason, usage = outcome(response)
+            assert (text, reason) == (TEXT[: TEXT.index("字")], "stop")
+            count = usage["completion_tokens"]
+            assert "字: t" in s.tokenizer.decode(ids[:count])
+            assert "字: t" not in s.tokenizer.decode(ids[: count - 1])
+            await idle(s)
 
 
 async def test_end_tokens_and_limits_reach_the_scheduler(tmp_path: Path) -> None:
