@@ -109,7 +109,7 @@ def resolve_folder(name: str | None) -> Path:
     if folder.is_dir():
         return folder
     done = subprocess.run(
-        [sys.executable, "-m", "slipstream.models.prepare", name],
+        [sys.executable, "-P", "-m", "slipstream.models.prepare", name],
         capture_output=True,
         text=True,
         check=False,

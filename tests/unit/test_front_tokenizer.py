@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 import time
@@ -93,6 +94,21 @@ def test_a_folder_resolves_to_itself(folder: Path) -> None:
     assert resolve_folder(str(folder)) == folder
     with pytest.raises(ConfigError, match="--tokenizer"):
         resolve_folder(None)
+
+
+def test_a_name_is_resolved_by_another_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [(0, f"preparing\n{folder}\n", ""), (1, "", "warning\nerror: no such model\n")]
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        assert command[-2:] == ["slipstream.models.prepare", "smollm2"]
+        return subprocess.CompletedProcess(command, *answers.pop(0))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert resolve_folder("smollm2") == folder
+    with pytest.raises(ConfigError, match="cannot resolve 'smollm2': error: no such model"):
+        resolve_folder("smollm2")
 
 
 @pytest.mark.anyio
