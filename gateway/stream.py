@@ -190,9 +190,9 @@ class TextStream:
         self._count = 0
 
     def feed(self, tokens: Sequence[int], finish: FinishReason | None) -> Piece:
-        """Takes one run;
+        """Takes one run. `finish` says why the target ended the request with it.
 
-        `finish` says why the target ended the request with it. Not to be called after an end.
+        Not to be called after an end.
         """
         shown = tokens[:-1] if finish == "stop" else tokens
         if self._stops is None:
@@ -223,9 +223,9 @@ class TextStream:
         return Piece(self._pending, tokens, finish)
 
     def _add(self, stops: StopStrings, text: str) -> bool:
-        """Appends to the pending text;
+        """Appends to the pending text.
 
-        True when a stop string ended it, which is cut off with all that follows.
+        True when a stop string ended it; the stop string and all that follows are cut off.
         """
         armed = self._count > self._min_tokens
         self._state, end, length = stops.scan(self._state, text, armed)

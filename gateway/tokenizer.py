@@ -70,7 +70,7 @@ class Tokenizer:
         return cls(raw, read_json(folder / "tokenizer_config.json"))
 
     async def encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
-        """Ids of each text, in order;
+        """Ids of each text, in order.
 
         `special` adds what the tokenizer puts around a text (a BOS token).
         """
@@ -82,9 +82,9 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without special tokens;
+        """Text of `ids` without special tokens.
 
-        a character cut short at either end becomes U+FFFD.
+        A character that is cut short at either end becomes U+FFFD.
         """
         return self._decode(ids)
 
