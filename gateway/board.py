@@ -193,6 +193,9 @@ class Board:
         return step
 
     def check_idle(self, step: Step, free_pages: int) -> None:
-        """With nothing in flight, and nothing changed since `step` was sent, the counts agree."""
-        if not self.flight and step.version == self.ledger.version:
+        """With nothing in flight, nothing changed since `step` was sent and every slot planned at
+        least once (its pages are the target's only then), the counts agree."""
+        if self.flight or step.version != self.ledger.version:
+            return
+        if all(running.sent for running in self.prefilling):
             self.ledger.check(free_pages)
