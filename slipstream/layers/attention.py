@@ -1,8 +1,7 @@
 """Attention over paged keys and values for ragged rows: the torch backend.
 
-On a CPU everything here runs in fp32, whatever the weights' type: fp32 matrix products of these
-sizes take any shape without a compilation, while bf16 ones are compiled for every new length. Pages
-kept in fp32 (`kv_dtype`) spare the conversion.
+On a CPU the products run in fp32, whatever the pages' type: fp32 products of these sizes take any
+shape without a compilation, while bf16 ones are compiled for every new length.
 
 A batch is planned once per (window, direction) and the plan is reused by all layers: entries of
 similar length are gathered into one padded product; an entry alone is read in place when its pages
@@ -25,11 +24,6 @@ BLOCK = (
 )
 GROUP_ROWS = 64  # an entry with more rows fills the cores alone
 PADDING = 1.3  # most padded work over real work in a gathered group
-
-
-def kv_dtype(device: torch.device | str, dtype: torch.dtype) -> torch.dtype:
-    """The element type that K and V pages should have for weights of `dtype`."""
-    return torch.float32 if torch.device(device).type == "cpu" else dtype
 
 
 def write_kv(k_pages: Tensor, v_pages: Tensor, k: Tensor, v: Tensor, batch: RowBatch) -> None:
@@ -100,6 +94,19 @@ def paged_attention(
     return out
 
 
+class _Scratch:
+    """Buffers of one plan, used again by every layer: fresh megabytes cost their page faults."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def get(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        found = self._buffers.get(name)
+        if found is None:
+            found = self._buffers[name] = torch.empty(shape, dtype=like.dtype, device=like.device)
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """Rows of one entry that see the same keys, up to `bias` over the last of them.
@@ -111,17 +118,31 @@ class _Piece:
     rows: slice
     keys: slice | Tensor
     bias: Tensor | None
+    scratch: _Scratch
 
     def run(self, q: Tensor, flat_k: Tensor, flat_v: Tensor, scale: float) -> Tensor:
         query = q[self.rows]
         n, heads, dim = query.shape
         kv = flat_k.shape[1]
-        k = flat_k[self.keys].to(q.dtype)  # (keys, kv, hd)
-        v = flat_v[self.keys].to(q.dtype)
+        k = self._read("k", flat_k, q)  # (keys, kv, hd)
+        v = self._read("v", flat_v, q)
         groups = heads // kv
         folded = query.view(n, kv, groups, dim).permute(1, 2, 0, 3).reshape(kv, groups * n, dim)
-        out = _attend(folded, k.permute(1, 2, 0), v.transpose(0, 1), scale, self.bias, n)
+        out = _attend(
+            folded, k.permute(1, 2, 0), v.transpose(0, 1), scale, self.bias, n, self.scratch
+        )
         return out.view(kv, groups, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)
+
+    def _read(self, name: str, flat: Tensor, q: Tensor) -> Tensor:
+        if isinstance(self.keys, slice):
+            rows = flat[self.keys]
+        else:
+            shape = (len(self.keys), *flat.shape[1:])
+            rows = self.scratch.get(f"{name} gathered", shape, flat)
+            torch.index_select(flat, 0, self.keys, out=rows)
+        if rows.dtype == q.dtype:
+            return rows
+        return self.scratch.get(name, tuple(rows.shape), q).copy_(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,30 +161,48 @@ class _Group:
     take: Tensor | None
     give: Tensor | None
     bias: Tensor | None
+    scratch: _Scratch
 
     def run(self, q: Tensor, flat_k: Tensor, flat_v: Tensor, scale: float) -> Tensor:
         query = q[self.rows] if self.take is None else q.index_select(0, self.take)
         (heads, dim), kv, b, n = query.shape[1:], flat_k.shape[1], self.entries, self.n
         groups = heads // kv
-        k = flat_k.view(-1, dim).index_select(0, self.gather).view(b * kv, -1, dim).to(q.dtype)
-        v = flat_v.view(-1, dim).index_select(0, self.gather).view(b * kv, -1, dim).to(q.dtype)
+        k = self._read("k", flat_k, q).view(b * kv, -1, dim)
+        v = self._read("v", flat_v, q).view(b * kv, -1, dim)
         folded = query.view(b, n, kv, groups, dim).permute(0, 2, 3, 1, 4)
         folded = folded.reshape(b * kv, groups * n, dim)
-        out = _attend(folded, k.transpose(1, 2), v, scale, self.bias, n)
+        out = _attend(folded, k.transpose(1, 2), v, scale, self.bias, n, self.scratch)
         out = out.view(b, kv, groups, n, dim).permute(0, 3, 1, 2, 4).reshape(b * n, heads, dim)
         return out if self.give is None else out.index_select(0, self.give)
 
+    def _read(self, name: str, flat: Tensor, q: Tensor) -> Tensor:
+        shape = (len(self.gather), flat.shape[2])
+        rows = self.scratch.get(f"{name} gathered", shape, flat)
+        torch.index_select(flat.view(-1, flat.shape[2]), 0, self.gather, out=rows)
+        if rows.dtype == q.dtype:
+            return rows
+        return self.scratch.get(name, shape, q).copy_(rows)
+
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None, rows: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    bias: Tensor | None,
+    rows: int,
+    scratch: _Scratch,
 ) -> Tensor:
     """softmax(scale q k + bias) v for q (b, g * rows, hd), k (b, hd, S), v (b, S, hd)."""
-    scores = torch.baddbmm(_zero(q.device, q.dtype), q, k, beta=0, alpha=scale)
+    shape = (q.shape[0], q.shape[1], k.shape[2])
+    scores, weights = scratch.get("scores", shape, q), scratch.get("weights", shape, q)
+    torch.baddbmm(_zero(q.device, q.dtype), q, k, beta=0, alpha=scale, out=scores)
     if bias is not None:
         entries = bias.shape[0] if bias.dim() == 4 else 1
-        last = scores.view(entries, -1, rows, scores.shape[-1])[..., -bias.shape[-1] :]
+        last = scores.view(entries, -1, rows, shape[2])[..., -bias.shape[-1] :]
         last += bias
-    return torch.bmm(scores.softmax(-1), v)
+    torch.softmax(scores, -1, out=weights)
+    return torch.bmm(weights, v)
 
 
 @lru_cache(maxsize=8)
@@ -269,7 +308,7 @@ class _Planner:
             else:
                 bias = None if own is None else own[low:high]
             rows = slice(first + low, first + high)
-            pieces.append(_Piece(rows, self._keys(entry, begin, reach), bias))
+            pieces.append(_Piece(rows, self._keys(entry, begin, reach), bias, _Scratch()))
         return pieces
 
     def _window_bias(
@@ -315,7 +354,8 @@ class _Planner:
             rows = self._index([row for span in spans for row in span])
             take = self._index([row for s in spans for row in [*s, *([s[0]] * (n - len(s)))]])
             give = self._index([b * n + i for b, c in enumerate(counts) for i in range(c)])
-        return _Group(rows, count, n, gather, take, give, self._group_bias(entries, n, keys))
+        bias = self._group_bias(entries, n, keys)
+        return _Group(rows, count, n, gather, take, give, bias, _Scratch())
 
     def _index(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self.device)
