@@ -43,7 +43,7 @@ class UpSettings(ProcessSettings):
     tree: Literal["chain", "top2gap", "accum_logp", "best_first"] | None = Field(
         None, description="how drafts grow; this, --width and --budget pin the nodes of every step"
     )
-    width: int | None = Field(None, ge=1, le=256, description="children per node; 1 is the chain")
+    width: int | None = Field(None, ge=1, le=255, description="children per node; 1 is the chain")
     budget: int | None = Field(
         None, ge=1, le=256, description="nodes of a request's tree, root included"
     )

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from gateway.settings import GatewaySettings
+from services.draft.settings import DraftSettings
+from services.target.settings import TargetSettings
 from slipstream.cli import up
 from slipstream.cli.hardware import cores
 from slipstream.cli.up_settings import UpSettings, check
@@ -142,6 +145,18 @@ def test_who_gets_what(model: Path) -> None:
         "--drain-s": "5.0",
         "--log-level": "info",
     }
+
+
+def test_the_processes_know_their_flags(model: Path) -> None:
+    tree = ["--tree=top2gap", "--width=4", "--budget=32"]
+    other = ["--speculative-config={}", "--pipeline-depth=0", "--ping-pong=off", "--slots=2"]
+    for chosen in ([], tree, [*other, "--max-model-len=64", "--dtype=auto", "--device=cpu"]):
+        cell = up.commands(settings(*chosen), up.PROGRAMS, str(model), "jetspec")
+        assert cell.draft is not None
+        parse(TargetSettings, cell.target[4:])
+        parse(DraftSettings, cell.draft[4:])
+        gateway = parse(GatewaySettings, cell.gateway[4:])
+        assert gateway.scheduler().pin_nodes == bool(chosen)
 
 
 def test_without_a_draft_there_are_two_processes(model: Path) -> None:
