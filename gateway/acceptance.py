@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_PRIOR_STEPS = 24.0  # steps that the prior counts for at depth 1
+_PRIOR_STEPS = 12.0  # steps that the prior counts for at depth 1
 _CHAIN_PRIOR = 0.6  # accepted at a depth given the depth before, when the model card says nothing
 _TREE_POWER = 1.35  # 1 - (1 - chain)^power: how much more often some child matches than the first
-_REFRESH = 16  # steps between two looks at the counts
 _MEMORY = 4000.0  # steps after which old counts are halved
 
 
@@ -30,16 +29,17 @@ class Acceptance:
         self._prior = _conditional(card, self._depths)
         self._counts: dict[int, list[float]] = {}
         self._expected: dict[int, float] = {}
-        self._fresh = 0
 
     def observe(self, nodes: int, accepted: int) -> None:
-        """A drafted slot was planned `nodes` rows and `accepted` drafts lay on the walked path."""
+        """A slot that was planned `nodes` rows walked over `accepted` drafts; counts from the next
+        `refresh` on."""
         counts = self._counts.setdefault(nodes, [0.0] * (self._depths + 1))
         counts[min(accepted, self._depths)] += 1
-        self._fresh += 1
-        if self._fresh >= _REFRESH:
-            self._fresh = 0
-            self._expected.clear()
+
+    def refresh(self) -> None:
+        """What was observed counts from now on; old counts fade."""
+        self._expected.clear()
+        for counts in self._counts.values():
             if sum(counts) > _MEMORY:
                 counts[:] = [count / 2 for count in counts]
 
@@ -53,21 +53,43 @@ class Acceptance:
         return known
 
     def _estimate(self, nodes: int) -> float:
-        if nodes <= self._chain:
-            pool = [n for n in self._counts if n <= self._chain]
-        else:
-            pool = [nodes] if nodes in self._counts else []
+        chain = nodes <= self._chain
+        own = [n for n in self._counts if n <= self._chain] if chain else [nodes]
+        other = [n for n in self._counts if (n <= self._chain) != chain]
+        # What the other kind of plan saw is a better prior than the card: both guess the same text.
+        card = self._prior if not chain else [_in_tree(chance) for chance in self._prior]
+        power = 1 / _TREE_POWER if chain else _TREE_POWER
+        prior = [1.0 - (1.0 - chance) ** power for chance in self._chances(other, card)]
         total, reach = 1.0, 1.0
-        for depth in range(1, min(nodes - 1, self._depths) + 1):
-            prior = self._prior[depth - 1]
-            if nodes > self._chain:
-                prior = 1 - (1 - prior) ** _TREE_POWER
-            weight = max(_PRIOR_STEPS * reach, 1.0)
-            tried = sum(sum(self._counts[n][depth - 1 :]) for n in pool if n > depth)
-            passed = sum(sum(self._counts[n][depth:]) for n in pool if n > depth)
-            reach *= (weight * prior + passed) / (weight + tried)
+        for chance in self._chances(own, prior)[: nodes - 1]:
+            reach *= chance
             total += reach
         return total
+
+    def _chances(self, pool: Sequence[int], prior: Sequence[float]) -> list[float]:
+        """Chance of each depth given the one before: `prior` and the counts of `pool` together.
+
+        Where the counts differ from the prior at one depth, so does the expectation of the next (by
+        the same odds): text that is easy to guess is so at depths that were not tried yet.
+        """
+        chances: list[float] = []
+        reach = odds = 1.0
+        for depth, plain in enumerate(prior, 1):
+            expected = plain * odds / (plain * odds + 1 - plain)
+            weight = max(_PRIOR_STEPS * reach, 1.0)
+            counts = [self._counts[n] for n in pool if n > depth and n in self._counts]
+            tried = sum(sum(count[depth - 1 :]) for count in counts)
+            passed = sum(sum(count[depth:]) for count in counts)
+            chances.append((weight * expected + passed) / (weight + tried))
+            reach *= chances[-1]
+            chance = min(max(chances[-1], 0.01), 0.99)
+            odds = chance * (1 - plain) / ((1 - chance) * plain)
+        return chances
+
+
+def _in_tree(chance: float) -> float:
+    """Chance that some child matches, when the first one does with `chance`."""
+    return float(1.0 - (1.0 - chance) ** _TREE_POWER)
 
 
 def _conditional(card: Sequence[float], depths: int) -> list[float]:

@@ -16,11 +16,11 @@ from gateway.costs import StepCosts
 CHAIN_PREFIXES = (4, 8)
 START_GAIN = 1.05  # drafting begins when it is expected to be this much better than plain
 SWITCH_GAIN = 1.03  # another number of nodes is taken for this much
-PROBE_DRAFT = 64  # steps between two drafted ones while plain decoding is the choice
-PROBE_PLAIN = 128  # steps between two plain ones while drafting is the choice
-PROBE_LOSS = 0.02  # share of plain speed that probing may cost
-_LEARNING = 16  # the same while plain steps were hardly measured
-_ENOUGH = 4  # measured steps after which a time is known
+PROBE = 64  # steps between two of another number than the choice
+PROBE_LOSS = 0.02  # share of the speed that probing may cost
+_LEARNING = 8  # steps between two plain ones while those were hardly measured
+_ENOUGH = 6  # measured steps after which a time is known
+_REFRESH = 8  # plans between two looks at what was accepted
 _SLOWEST_EWMA = 0.06
 
 
@@ -28,14 +28,14 @@ _SLOWEST_EWMA = 0.06
 class _Ratio:
     """Measured over expected time of a step."""
 
-    value: float
+    value: float = 1.0
     samples: int = 0
 
     def observe(self, sample: float) -> None:
         # A hiccup of the machine must not decide: samples are cut at 3 x what is known.
         sample = min(sample, 3 * self.value) if self.samples >= _ENOUGH else sample
         self.samples += 1
-        self.value += (sample - self.value) * max(_SLOWEST_EWMA, 1 / (self.samples + 1))
+        self.value += (sample - self.value) * max(_SLOWEST_EWMA, 1 / self.samples)
 
 
 Key = tuple[int, bool, int]
@@ -73,8 +73,10 @@ class NodeChooser:
         self._ratios: dict[Key, _Ratio] = {}
         self._expected_ms: dict[tuple[int, int, int, bool], float] = {}
         self._chosen: dict[tuple[bool, int], int] = {}
-        self._since_probe = 0
+        self._since_probe = _LEARNING
         self._turn = 0
+        self._choices = 0
+        self._planned = 1
 
     def choose(self, drafted: int, plain: int, paired: bool) -> int:
         """Nodes for each of `drafted` slots that can draft, beside `plain` ones that cannot."""
@@ -84,6 +86,9 @@ class NodeChooser:
             return self.candidates[-1]
         if len(self.candidates) == 1:
             return 1
+        self._choices += 1
+        if self._choices % _REFRESH == 0:
+            self._acceptance.refresh()
         place = (paired, (drafted + plain).bit_length())
         rates = {n: self.rate(n, drafted, plain, paired) for n in self.candidates}
         now = self._chosen.get(place, 1)
@@ -94,7 +99,7 @@ class NodeChooser:
                 now = best
             elif now != 1 and rates[1] >= rates[now]:
                 now = 1
-        self._chosen[place] = now
+        self._chosen[place] = self._planned = now
         return self._probe(now, rates, (drafted, plain), paired)
 
     def current(self, slots: int, paired: bool) -> int:
@@ -121,12 +126,14 @@ class NodeChooser:
         key = (nodes, paired, (drafted + plain).bit_length())
         ratio = self._ratios.get(key)
         if ratio is None:
-            ratio = self._ratios[key] = _Ratio(self._ratio(nodes, paired, key[2]))
+            ratio = self._ratios[key] = _Ratio()
         ratio.observe(period_ms / self._base(nodes, drafted, plain, paired))
 
     def observe_accepted(self, nodes: int, accepted: int) -> None:
         """A slot that was planned `nodes` > 1 rows walked over `accepted` drafts."""
         self._acceptance.observe(nodes, accepted)
+        if nodes != self._planned:  # a probe: there are few, each must count at once
+            self._acceptance.refresh()
 
     def _base(self, nodes: int, drafted: int, plain: int, paired: bool) -> float:
         key = (nodes, drafted, plain, paired)
@@ -151,30 +158,25 @@ class NodeChooser:
     ) -> int:
         """Now and then another number than the choice, so that its time and gain stay known."""
         self._since_probe += 1
-        if now != 1:
-            plain = self._ratios.get((1, paired, sum(slots).bit_length()))
-            known = plain is not None and plain.samples >= _ENOUGH
-            if self._since_probe < (PROBE_PLAIN if known else _LEARNING):
+        plain = self._ratios.get((1, paired, sum(slots).bit_length()))
+        if now != 1 and (plain is None or plain.samples < _ENOUGH):
+            if self._since_probe < _LEARNING:
                 return now
             self._since_probe = 0
             return 1
-        if self._since_probe < PROBE_DRAFT:
+        if self._since_probe < PROBE:
             return now
-        drafting = self.candidates[1:]
+        others = [n for n in self.candidates if n != now]
         # Every other probe is of the most promising number, the rest take turns.
         if self._turn % 2 == 0:
-            nodes = max(drafting, key=rates.__getitem__)
+            nodes = max(others, key=rates.__getitem__)
         else:
-            nodes = drafting[self._turn // 2 % len(drafting)]
-        if self._since_probe < self._excess(nodes, rates, slots, paired) / PROBE_LOSS:
+            nodes = others[self._turn // 2 % len(others)]
+        slower = self.step_ms(nodes, *slots, paired) / self.step_ms(now, *slots, paired)
+        # Steps of the choice that this one costs beyond what its tokens are worth.
+        excess = slower * (1 - rates[nodes] / rates[now])
+        if self._since_probe < excess / PROBE_LOSS:
             return now
         self._since_probe = 0
         self._turn += 1
         return nodes
-
-    def _excess(
-        self, nodes: int, rates: dict[int, float], slots: tuple[int, int], paired: bool
-    ) -> float:
-        """Plain steps that one step of `nodes` rows costs beyond what its tokens are worth."""
-        slower = self.step_ms(nodes, *slots, paired) / self.step_ms(1, *slots, paired)
-        return slower * (1 - rates[nodes] / rates[1])

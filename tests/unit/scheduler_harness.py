@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from gateway.board import DECODE, Step
 from gateway.cell import Lost, Received
 from gateway.core import Core
 from gateway.request import Chunk, GenerateParams, Request
@@ -58,6 +59,7 @@ class Harness:
         """One turn of the scheduler's loop."""
         self.core.tick(self.now)
         while (step := self.core.plan(self.now)) is not None:
+            _check_step(step)
             self.core.launch(step, self.now)
         self.core.finish()
 
@@ -138,3 +140,12 @@ class Harness:
             assert not target.slots and target.free == self.spec.pages
         if draft.up and draft.session is not None:
             assert not draft.slots and draft.free == self.spec.draft_pages
+
+
+def _check_step(step: Step) -> None:
+    """What no server can tell: nothing is planned in vain."""
+    for running, nodes in zip(step.entries, step.nodes_of, strict=True):
+        if step.kind == DECODE:
+            assert running.tokens + running.yields < running.limit, "it would be padding"
+            assert nodes == 1 or (step.session and running.live), "drafts that cannot come"
+            assert running.group == step.group == running.wanted

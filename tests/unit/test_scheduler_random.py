@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from gateway.board import DECODE
 from gateway.cell import Peer
 from tests.unit.scheduler_fakes import CellSpec
 from tests.unit.scheduler_harness import Harness
@@ -30,6 +31,8 @@ def check_sums(h: Harness) -> None:
     for r in running:
         assert r.tokens <= r.limit and r.decodes <= r.in_flight
         assert r.session in (0, h.core.drafting.session) and (r.session or not r.live)
+        groups = {s.group for s in board.flight if s.kind == DECODE and r in s.entries}
+        assert len(groups) <= 1, "a slot changes its group only with nothing in flight"
         if not r.in_flight and r.tokens > r.rows:
             assert r.start == r.tokens - 1
 
