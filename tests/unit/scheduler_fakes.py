@@ -257,9 +257,7 @@ class FakeTarget:
                 slot.cursor += count
                 caught_up = slot.live and slot.cursor == slot.start
                 content = [self._row(slot, j) for j in range(first, first + count)]
-                records.append(
-                    (entry.slot, entry.epoch, first, content, slot.known[-1], caught_up)
-                )
+                records.append((entry.slot, entry.epoch, first, content, slot.known[-1], caught_up))
         assert rows <= self.spec.max_prefill_rows
         if named is not None:
             named.context[plan.step] = records
@@ -316,9 +314,7 @@ class FakeTarget:
         self._commit(slot, tokens, out)
         slot.start = len(slot.known) - 1
 
-    def _commit(
-        self, slot: TargetSlot, tokens: list[int], out: target_pb2.StepEntry
-    ) -> None:
+    def _commit(self, slot: TargetSlot, tokens: list[int], out: target_pb2.StepEntry) -> None:
         for token in tokens:
             slot.known.append(token)
             out.tokens.append(token)

@@ -13,6 +13,7 @@ from gateway.request import Chunk, GenerateParams, Request
 from gateway.settings import SchedulerSettings
 from tests.unit.scheduler_fakes import VOCAB, CellSpec, FakeCell, expected
 
+
 class Harness:
     """A core, a cell and the chunks delivered."""
 
