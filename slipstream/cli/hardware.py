@@ -21,7 +21,7 @@ def cpu_name() -> str:
 
 def has_bf16() -> bool:
     """Whether the processor computes bf16 itself; emulated, it is slower than fp32."""
-    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(_cpuinfo()[1])
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpuinfo()[1])
 
 
 def _cpuinfo() -> tuple[str, frozenset[str]]:
