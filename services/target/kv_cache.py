@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -83,4 +85,5 @@ class KVCache:
         """Feature rows of flat slots as raw little-endian bytes."""
         index = torch.tensor(source, device=self._features.device)
         rows = self._features.index_select(0, index).cpu()
-        return memoryview(rows.view(torch.uint8).numpy()).cast("B")
+        raw: npt.NDArray[np.uint8] = rows.view(torch.uint8).numpy()
+        return raw.data.cast("B")

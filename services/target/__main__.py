@@ -1,0 +1,54 @@
+"""`python -m services.target`: one target process."""
+
+from __future__ import annotations
+
+import os
+
+# Read once, when torch loads its OpenMP runtime: an idle pool must not spin while the draft works.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+os.environ.setdefault("KMP_BLOCKTIME", "0")
+
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from services.target.runner import TargetRunner
+from services.target.server import serve
+from services.target.settings import TargetSettings
+from slipstream import log
+from slipstream.errors import ConfigError
+from slipstream.settings import parse_or_exit
+
+SWITCH_S = 0.0005
+"""Longest time that a thread which computes in Python keeps the interpreter from the others."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until a signal; returns the exit status."""
+    settings = parse_or_exit(TargetSettings, sys.argv[1:] if argv is None else argv)
+    log.setup(settings.log_level)
+    sys.setswitchinterval(SWITCH_S)
+
+    def load() -> TargetRunner:
+        from services.target.loading import load_runner  # torch is imported with it
+
+        return load_runner(settings)
+
+    try:
+        return uvloop.run(
+            serve(
+                load,
+                settings.host,
+                settings.port,
+                watchdog_ms=settings.watchdog_ms,
+                drain_s=settings.drain_s,
+            )
+        )
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
