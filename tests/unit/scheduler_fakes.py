@@ -112,6 +112,7 @@ class FakeTarget:
         self.up = False
         self.received = 0  # highest step received
         self.done = 0
+        self.draining = False
         self.verified: list[int] = []  # nodes per decode entry
 
     def ready(self) -> target_pb2.TargetReady:
@@ -160,6 +161,9 @@ class FakeTarget:
 
     def _admit(self, command: target_pb2.TargetCommand) -> None:
         admit = command.admit
+        if self.draining:
+            self._reject(command.number, admit.slot, admit.epoch, common.REJECT_CODE_DRAINING)
+            return
         assert admit.slot < self.spec.slots and admit.slot not in self.slots
         assert admit.epoch > self.last_epoch.get(admit.slot, 0)
         known = [*admit.prompt_ids, *admit.output_ids]
@@ -167,7 +171,13 @@ class FakeTarget:
         self.last_epoch[admit.slot] = admit.epoch
         self.slots[admit.slot] = TargetSlot(admit.epoch, admit, known, admit.limit)
 
+    def _reject(self, command: int, slot: int, epoch: int, code: common.RejectCode) -> None:
+        rejected = common.Rejected(command=command, slot=slot, epoch=epoch, code=code)
+        self.cell.emit(Peer.TARGET, target_pb2.TargetEvent(rejected=rejected))
+
     def _release(self, command: target_pb2.TargetCommand) -> None:
+        if self.draining and command.release.slot not in self.slots:
+            return
         slot = self.slots.pop(command.release.slot)
         assert slot.epoch == command.release.epoch
         self.free += slot.pages
@@ -238,6 +248,8 @@ class FakeTarget:
         for entry in plan.entries:
             out = done.entries.add(slot=entry.slot, epoch=entry.epoch, outcome=DROPPED)
             slot = self.slots.get(entry.slot)
+            if slot is None and self.draining:
+                continue
             assert slot is not None and slot.epoch == entry.epoch, "released before its last plan"
             if slot.finished:
                 out.outcome = PADDING

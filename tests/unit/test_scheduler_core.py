@@ -267,3 +267,50 @@ def test_one_batch_per_step() -> None:
         h.submit(prompt=2, max_tokens=20)
     h.settle()
     assert h.batches == h.core.counters.steps
+
+
+def test_a_session_that_does_not_connect_in_time_holds_nothing_up_for_long() -> None:
+    spec = CellSpec(max_model_len=4000, pages=2000, draft_pages=4000)
+    h = Harness(spec, draft_wait_s=0.0)
+    h.cell.dead.add(Peer.DRAFT)
+    h.start()
+    number = h.submit(max_tokens=3500)
+    for _ in range(40):
+        h.now += 0.01
+        h.move()
+    h.cell.dead.clear()
+    while h.core.drafting.sessions.idle:
+        h.now += 0.01
+        h.move()
+    longest = stalled = 0.0
+    for _ in range(600):  # the draft is deaf from here on
+        h.now += 0.001
+        stalled += 0.001
+        if h.cell.target.move() or h.deliver_event():
+            stalled = 0.0
+        longest = max(longest, stalled)
+        h.turn()
+    assert 0.01 < longest < 0.06
+    h.settle()
+    h.check(number)
+    assert h.core.counters.sessions == 1
+    h.check_idle()
+
+
+def test_a_draining_target_keeps_its_requests_waiting() -> None:
+    h = Harness(draft=False)
+    h.start()
+    first = h.submit(max_tokens=30)
+    while not h.tokens(first):
+        h.move()
+    h.cell.target.draining = True
+    second = h.submit(max_tokens=5)
+    for _ in range(500):
+        h.now += 0.001
+        h.move()
+    h.check(first)
+    assert h.finish_of(second) == "none" and len(h.core.queue) == 1
+    h.cell.kill(Peer.TARGET)
+    h.settle()
+    h.check(second)
+    h.check_idle()
