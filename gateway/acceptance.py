@@ -18,15 +18,15 @@ class Acceptance:
     number of nodes has counts of its own.
 
     Args:
-        card: probability that depth 1, 2, .. of a chain is accepted, as the draft's model card has
-            it; empty when unknown.
+        card: probability that depth 1, 2, .. of a chain is accepted given that all before it were,
+            as the draft's model card has it; empty when unknown.
         chain: the nodes up to which a plan is a chain.
     """
 
     def __init__(self, block_size: int, card: Sequence[float], chain: int) -> None:
         self._depths = block_size - 1
         self._chain = chain
-        self._prior = _conditional(card, self._depths)
+        self._prior = _prior(card, self._depths)
         self._counts: dict[int, list[float]] = {}
         self._expected: dict[int, float] = {}
 
@@ -92,12 +92,8 @@ def _in_tree(chance: float) -> float:
     return float(1.0 - (1.0 - chance) ** _TREE_POWER)
 
 
-def _conditional(card: Sequence[float], depths: int) -> list[float]:
-    """Probability of each depth given the one before, from the model card's running ones."""
-    chances: list[float] = []
-    before = 1.0
-    for reach in card[:depths]:
-        chances.append(min(max(reach / before, 0.05), 0.98))
-        before = max(min(reach, before), 1e-3)
+def _prior(card: Sequence[float], depths: int) -> list[float]:
+    """The card's chances, none of them certain, the last of them for all that it does not name."""
+    chances = [min(max(chance, 0.05), 0.98) for chance in card[:depths]]
     last = chances[-1] if chances else _CHAIN_PRIOR
     return chances + [last] * (depths - len(chances))
