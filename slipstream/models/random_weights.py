@@ -35,7 +35,7 @@ class _Maker:
 def write_random_model(
     config: Path, folder: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0
 ) -> Path:
-    """Writes `folder` with a copy of the target or draft `config` (a config.json) and weights for it.
+    """Writes `folder`: a copy of `config` (a target's or draft's config.json) and weights for it.
 
     Raises ConfigError when the config is not usable.
     """
