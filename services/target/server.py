@@ -88,11 +88,16 @@ class TargetServer:
         return True
 
     async def stop(self) -> None:
-        """Ends the gateway's stream, the engine, the sessions and the server."""
-        if not self.failure.done():
+        """Ends the gateway's stream, the engine, the sessions and the server.
+
+        An engine that is still loading is left alone: its thread does not hold the process.
+        """
+        runs = self._loaded.done() and not self.failure.done()
+        if runs:
             await self._servicer.close()
-        await self._server.stop(0.5)
-        await asyncio.to_thread(self.engine.stop)
+        await self._server.stop(0.5 if runs else 0.0)
+        if runs:
+            await asyncio.to_thread(self.engine.stop)
         await self._connector.close()
 
 
@@ -119,11 +124,21 @@ async def serve(
     """
     server = TargetServer(load, watchdog_ms=watchdog_ms)
     signalled = asyncio.create_task(wait_for_signal())
-    await server.start(host, port)
+    try:
+        await server.start(host, port)
+        return await _live(server, signalled, host, drain_s)
+    finally:
+        await server.stop()
+
+
+async def _live(
+    server: TargetServer, signalled: asyncio.Task[int], host: str, drain_s: float
+) -> int:
+    """Loads, serves until a signal or a failure, drains."""
     loading = asyncio.create_task(server.wait_loaded())
     await _first(loading, signalled)
     if not loading.done():
-        return 0  # told to end while loading; the engine's thread is a daemon
+        return 0
     spec = loading.result()
     log.info("serving %s at %s:%d", spec.model, host, server.port)
     print("READY", json.dumps({"grpc": f"{host}:{server.port}", "http": None}), flush=True)
@@ -133,5 +148,4 @@ async def serve(
         return 1
     if not await server.drain(drain_s):
         log.warning("requests still ran after %g s and are given up", drain_s)
-    await server.stop()
     return 0

@@ -21,6 +21,7 @@ from services.target.model_runner import ModelRunner
 from services.target.runner import Finish, Logprob
 from services.target.settings import TargetSettings
 from services.target.warmup import measure
+from slipstream.errors import ConfigError, PairError
 from slipstream.handoff.base import Proposal, ProposedTree
 from slipstream.params import SamplingParams
 from tests.fakes.target_driver import Driver
@@ -427,7 +428,20 @@ def test_spec_and_measured_costs(llama: Pair) -> None:
     assert spec.pages == 3 * -(-(512 + 256) // 8)
     assert set(spec.fingerprints) == {"fc", "hidden_norm", "embedding", "lm_head"}
     assert spec.eos_ids == (2,) and spec.feature_dtype == spec.dtype == "float32"
-    costs = {(c.slots, c.rows): c.ns for c in measure(runner)}
-    assert {(1, 1), (1, 64), (2, 128), (3, 3), (3, 192)} <= costs.keys()
+    costs = {(c.slots, c.rows): c.ns for c in measure(runner, budget_s=1.0)}
+    assert {(1, 1), (1, 4), (2, 2), (3, 3)} <= costs.keys()
     assert all(ns > 0 for ns in costs.values())
     assert runner._slots == {}
+
+
+def test_what_cannot_be_served_is_named(tmp_path: Path, llama: Pair) -> None:
+    for fields, text in (
+        ({"max_model_len": 513}, "--max-model-len: 513"),
+        ({"draft": str(tmp_path)}, "config.json"),
+        ({"model": str(tmp_path / "none")}, "none"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            load(llama, **fields)
+    other = make_pair(tmp_path / "other", draft_config={"num_target_layers": 7})
+    with pytest.raises(PairError, match="7 layers, this one has 4"):
+        load(other)
