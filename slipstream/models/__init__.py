@@ -11,7 +11,7 @@
     default_dtype                        what `auto` means on a device
     write_random_model                   weights for a config.json alone
 
-Names are imported when first used: the folder's resolvers do not need torch.
+Names are imported when first used, so that resolving a folder does not import torch.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +149,7 @@ _NAMES = {
 
 def _tensors(reader: Any, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """The weights under Hugging Face names, unpacked to fp32 and rounded to bf16."""
+    import torch
     from gguf import dequantize
 
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
