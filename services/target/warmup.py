@@ -47,7 +47,7 @@ def measure(runner: TargetRunner, budget_s: float = BUDGET_S) -> tuple[CostPoint
         while len(tables) < spec.slots and pool.pages_for(prefix) <= pool.free:
             tables.append(_occupy(runner, pool, len(tables), prefix))
         for slots, rows in _shapes(len(tables), spec.max_nodes):
-            if time.monotonic() > until:
+            if points and time.monotonic() > until:
                 log.warning("warm-up took %g s: larger steps are not measured", budget_s)
                 break
             if _room(pool, tables[:slots], prefix + rows):

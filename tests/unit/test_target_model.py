@@ -429,7 +429,7 @@ def test_spec_and_measured_costs(llama: Pair) -> None:
     assert set(spec.fingerprints) == {"fc", "hidden_norm", "embedding", "lm_head"}
     assert spec.eos_ids == (2,) and spec.feature_dtype == spec.dtype == "float32"
     costs = {(c.slots, c.rows): c.ns for c in measure(runner, budget_s=1.0)}
-    assert {(1, 1), (1, 4), (2, 2), (3, 3)} <= costs.keys()
+    assert (1, 1) in costs
     assert all(ns > 0 for ns in costs.values())
     assert runner._slots == {}
 
