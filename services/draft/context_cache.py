@@ -17,6 +17,15 @@ from slipstream.layers.attention import write_kv
 from slipstream.layers.rows import RowBatch
 
 
+def page_dtype(device: torch.device | str, dtype: torch.dtype) -> torch.dtype:
+    """Element type of pages for weights of `dtype`.
+
+    Attention on a CPU runs in fp32 (`slipstream.layers.attention`): pages in fp32 spare it the
+    conversion of a slot's whole context in every layer of every step.
+    """
+    return torch.float32 if torch.device(device).type == "cpu" else dtype
+
+
 class PagePool:
     """Free page ids; the lowest go first, so that a slot's pages tend to lie side by side."""
 
@@ -63,6 +72,13 @@ class ContextCache:
         self.pages = pages
         self._pool = PagePool(pages)
         self._held: dict[int, list[int]] = {}
+
+    @staticmethod
+    def page_bytes(
+        layers: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes of one page, K and V of all layers."""
+        return 2 * layers * page_size * kv_heads * head_dim * dtype.itemsize
 
     @property
     def free_pages(self) -> int:

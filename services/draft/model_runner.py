@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from services.draft.candidates import Block, Candidates, choose
-from services.draft.context_cache import ContextCache
+from services.draft.context_cache import ContextCache, page_dtype
 from services.draft.runner import ContextRows, DraftCost, DraftEntry, Drafting, DraftSpec
 from services.draft.warmup import measure
-from slipstream.layers.attention import kv_dtype, paged_attention
+from slipstream.layers.attention import paged_attention
 from slipstream.layers.rows import RowBatch
 from slipstream.models import DraftHead
 from slipstream.tree import Tree, TreeSpec, build_chain, build_tree
@@ -32,7 +32,8 @@ class ModelRunner:
     def __init__(self, head: DraftHead, spec: DraftSpec, sessions: int = 1) -> None:
         self.head = head
         self.spec = spec
-        self.dtype = getattr(torch, spec.feature_dtype)
+        self.dtype: torch.dtype = getattr(torch, spec.feature_dtype)
+        self.device = head.norm.weight.device
         config = head.config
         self._idle = [
             ContextCache(
@@ -41,8 +42,8 @@ class ModelRunner:
                 page_size=spec.page_size,
                 kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
-                dtype=kv_dtype(head.device, self.dtype),
-                device=head.device,
+                dtype=page_dtype(self.device, self.dtype),
+                device=self.device,
             )
             for _ in range(sessions)
         ]
@@ -67,6 +68,7 @@ class ModelContext:
         self._head = runner.head
         self._spec = runner.spec
         self._dtype = runner.dtype
+        self._device = runner.device
         self.cache = cache
         self._give_back = give_back
         self._drafting: dict[int, Drafting] = {}
@@ -94,7 +96,7 @@ class ModelContext:
             [part.count for part in rows],
             [part.first_row for part in rows],
             [self.cache.table(part.slot, part.first_row + part.count) for part in rows],
-            device=self._head.device,
+            device=self._device,
         )
         features = self._features(rows)
         k, v = self._head.context_kv(features, batch.positions)  # (layers, rows, kv, hd)
@@ -110,29 +112,24 @@ class ModelContext:
             raw[at : at + len(part.rows)] = np.frombuffer(part.rows, np.uint8)
             at += len(part.rows)
         features = torch.from_numpy(raw).view(self._dtype).view(total, self._spec.feature_width)
-        return features.to(self._head.device)
+        return features.to(self._device)
 
     @torch.inference_mode()
     def draft(self, entries: Sequence[DraftEntry]) -> list[Tree]:
         counts = [self.block_rows(entry.nodes) for entry in entries]
         hidden = self.forward(entries, counts)
         trees: list[Tree] = []
-        for part in _slices(entries, counts):
-            rows = (
-                torch.cat([hidden[i:j] for i, j in part.spans])
-                if len(part.spans) > 1
-                else (hidden[slice(*part.spans[0])])
-            )
-            logits = self._head.logits(rows)
+        for part in _slices(entries, counts, self._spec.block_size):
+            spans = [hidden[i:j] for i, j in part.spans]
+            logits = self._head.logits(spans[0] if len(spans) == 1 else torch.cat(spans))
             logits[:, self._spec.mask_token_id] = -torch.inf
             blocks = [
-                Block(count - 1, entry.start, self._drafting[entry.slot])
-                for entry, count in zip(part.entries, part.counts, strict=True)
+                Block(j - i, entry.start, self._drafting[entry.slot])
+                for entry, (i, j) in zip(part.entries, part.spans, strict=True)
             ]
-            for entry, block, found in zip(
-                part.entries, blocks, choose(logits, blocks), strict=True
-            ):
-                trees.append(_tree(entry, block.drafting.tree, found))
+            found = choose(logits, blocks)
+            for entry, block, candidates in zip(part.entries, blocks, found, strict=True):
+                trees.append(_tree(entry, block.drafting.tree, candidates))
         return trees
 
     def block_rows(self, nodes: int) -> int:
@@ -145,26 +142,17 @@ class ModelContext:
         return min(size, nodes) if self._spec.causal else size
 
     def forward(self, entries: Sequence[DraftEntry], counts: Sequence[int]) -> Tensor:
-        """Hidden states after the final norm of every block, (rows, hidden).
+        """Hidden states after the final norm of blocks of `counts` rows, (rows, hidden).
 
         The blocks' own K and V go to the scratch positions after each slot's context.
         """
-        head = self._head
+        pages, ids = [], []
+        for entry, count in zip(entries, counts, strict=True):
+            pages.append(self.cache.table(entry.slot, entry.start + count))
+            ids += [entry.anchor] + [self._spec.mask_token_id] * (count - 1)
         starts = [entry.start for entry in entries]
-        batch = RowBatch.build(
-            counts,
-            starts,
-            [
-                self.cache.table(entry.slot, entry.start + count)
-                for entry, count in zip(entries, counts, strict=True)
-            ],
-            device=head.device,
-        )
-        ids = torch.full((batch.offsets[-1],), self._spec.mask_token_id, dtype=torch.int64)
-        for offset, entry in zip(batch.offsets, entries, strict=False):
-            ids[offset] = entry.anchor
-        config = head.config
-        scale = config.head_dim**-0.5
+        batch = RowBatch.build(counts, starts, pages, device=self._device)
+        config = self._head.config
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.cache.write(layer, k, v, batch)
@@ -173,12 +161,12 @@ class ModelContext:
                 self.cache.k[layer],
                 self.cache.v[layer],
                 batch,
-                scale=scale,
+                scale=config.scale,
                 window=config.windows[layer],
                 bidirectional=not config.causal[layer],
             )
 
-        return head.block(ids.to(head.device), batch.positions, attend)
+        return self._head.block(torch.tensor(ids, device=self._device), batch.positions, attend)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,23 +174,26 @@ class _Slice:
     """Entries whose logits are computed together; `spans` are their drafting rows of the batch."""
 
     entries: list[DraftEntry]
-    counts: list[int]
     spans: list[tuple[int, int]]
 
 
-def _slices(entries: Sequence[DraftEntry], counts: Sequence[int]) -> list[_Slice]:
-    """Entries in runs of at most LOGIT_ROWS rows, without row 0 of each block: the anchor's."""
+def _slices(entries: Sequence[DraftEntry], counts: Sequence[int], block_size: int) -> list[_Slice]:
+    """Entries in runs of at most LOGIT_ROWS rows.
+
+    Of each block they have the rows that may become nodes: not row 0, the anchor's, and none deeper
+    than the tree may be.
+    """
     slices: list[_Slice] = []
     at = rows = 0
     for entry, count in zip(entries, counts, strict=True):
-        if not slices or rows + count > LOGIT_ROWS:
-            slices.append(_Slice([], [], []))
+        depths = min(entry.nodes, block_size) - 1
+        if not slices or rows + depths > LOGIT_ROWS:
+            slices.append(_Slice([], []))
             rows = 0
         slices[-1].entries.append(entry)
-        slices[-1].counts.append(count)
-        slices[-1].spans.append((at + 1, at + count))
+        slices[-1].spans.append((at + 1, at + 1 + depths))
         at += count
-        rows += count
+        rows += depths
     return slices
 
 

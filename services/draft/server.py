@@ -106,18 +106,24 @@ async def serve(load: Callable[[], DraftRunner], host: str, port: int, **server:
     draft = DraftServer(load, **server)
     signalled = asyncio.create_task(wait_for_signal())
     await draft.start(host, port)
-    loading = asyncio.create_task(draft.load())
-    begun: set[asyncio.Future[Any]] = {loading, signalled}
-    await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
-    if not loading.done():
-        return 0  # told to end while loading
-    spec = loading.result()
-    log.info("serving %s at %s:%d", spec.model, host, draft.port)
-    print("READY", json.dumps({"grpc": f"{host}:{draft.port}", "http": None}), flush=True)
-    ends: set[asyncio.Future[Any]] = {signalled, draft.failure}
+    try:
+        loading = asyncio.create_task(draft.load())
+        await _first(loading, signalled)
+        if not loading.done():
+            return 0  # told to end while loading
+        spec = loading.result()
+        log.info("serving %s at %s:%d", spec.model, host, draft.port)
+        print("READY", json.dumps({"grpc": f"{host}:{draft.port}", "http": None}), flush=True)
+        await _first(signalled, draft.failure)
+        if draft.failure.done():
+            log.critical("a step failed: this process's state is not to be trusted")
+            return 1
+        return 0
+    finally:
+        signalled.cancel()
+        await draft.stop()
+
+
+async def _first(*ends: asyncio.Future[Any]) -> None:
+    """Waits for the first of them, whatever it brings."""
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    if draft.failure.done():
-        log.critical("a step failed: this process's state is not to be trusted")
-        return 1
-    await draft.stop()
-    return 0

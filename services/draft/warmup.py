@@ -24,8 +24,11 @@ PREFIX = 64
 FRESH = 2
 """Rows that a measured step writes per slot, about what a step commits."""
 
-MOST_ROWS = 512
+MOST_ROWS = 256
 """Block rows of a whole step beyond which nothing is measured."""
+
+MOST_S = 8.0
+"""No larger step is begun after so many seconds."""
 
 
 def measure(runner: DraftRunner, tree: TreeSpec) -> list[DraftCost]:
@@ -34,13 +37,17 @@ def measure(runner: DraftRunner, tree: TreeSpec) -> list[DraftCost]:
     context = runner.open_context()
     costs: list[DraftCost] = []
     features = _features(spec)
-    occupied = 0
+    occupied, began = 0, time.monotonic()
     try:
         for slots in _counts(spec.slots, MOST_ROWS // spec.block_size):
             while occupied < slots:
                 if not _occupy(context, occupied, tree, features):
                     return costs
                 occupied += 1
+            if slots == 1:
+                _run_writes(context, spec.block_size + 1, features)
+            elif time.monotonic() - began > MOST_S:
+                return costs
             for nodes in _nodes(spec, tree):
                 entries = [DraftEntry(slot, PREFIX, 1, nodes) for slot in range(slots)]
                 rows = (min(nodes, spec.block_size) if spec.causal else spec.block_size) * slots
@@ -84,6 +91,13 @@ def _occupy(context: DraftContext, slot: int, tree: TreeSpec, features: memoryvi
         return False
     context.write([ContextRows(slot, 0, PREFIX, features)])
     return True
+
+
+def _run_writes(context: DraftContext, most: int, features: memoryview) -> None:
+    """Writes 1 .. `most` rows once: a step commits any number, and kernels differ by it."""
+    size = len(features) // PREFIX
+    for count in range(1, min(most, PREFIX) + 1):
+        context.write([ContextRows(0, 0, count, features[: count * size])])
 
 
 def _time(context: DraftContext, entries: list[DraftEntry], features: memoryview) -> int:

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,16 +17,19 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.draft.server import DraftServer
+from services.draft.settings import DraftSettings
 from slipstream import channels
-from slipstream.errors import PairError, SlipstreamError
+from slipstream.errors import ConfigError, PairError, SlipstreamError
 from slipstream.handoff.base import ContextMessage, ContextRecord, PeerSpec, TargetEnd
 from slipstream.handoff.grpc import GrpcConnector
+from slipstream.settings import parse
 from slipstream.tree import resolve_spec
 from slipstream.v1 import common_pb2 as pb
 from slipstream.v1 import draft_pb2, draft_pb2_grpc
 from slipstream.wire import PROTOCOL
 from tests.fakes.draft import FakeDraftRunner, serve
 from tests.fakes.encoding import encode_rows, next_token
+from tests.tiny import make_pair
 
 pytestmark = pytest.mark.anyio
 
@@ -311,3 +315,66 @@ async def test_as_a_process() -> None:
         process.send_signal(signal.SIGTERM)
         assert await gateway.code() is grpc.StatusCode.UNAVAILABLE
     assert await asyncio.wait_for(process.wait(), 10) == 0
+
+
+async def run_real(*flags: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.draft", "--port", "0", "--threads", "1", *flags),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def test_a_real_draft_as_a_process(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path, head="jetspec")
+    process = await run_real("--model", str(pair.target), "--draft", str(pair.draft))
+    assert process.stdout is not None
+    line = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
+    address = json.loads(line.removeprefix("READY "))["grpc"]
+    async with grpc.aio.insecure_channel(address) as channel:
+        gateway = Gateway(channel)
+        ready = await gateway.hello()
+        assert (ready.model, ready.block_size, ready.causal) == ("draft", 8, True)
+        assert len(ready.fingerprints.lm_head) == 64
+        assert {(c.slots, c.rows) for c in ready.draft_costs} >= {(1, 4), (1, 8), (8, 64)}
+        process.send_signal(signal.SIGTERM)
+        assert await gateway.code() is grpc.StatusCode.UNAVAILABLE
+    await asyncio.wait_for(process.communicate(), 10)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--draft", "nowhere/at/all"], "nowhere"),  # after binding and loading began
+        (["--width", "none"], "--width"),
+    ],
+)
+async def test_an_operators_mistake_is_said_and_ends_the_process(
+    tmp_path: Path, flags: list[str], word: str
+) -> None:
+    pair = make_pair(tmp_path)
+    process = await run_real("--model", str(pair.target), "--draft", str(pair.draft), *flags)
+    _, said = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 2
+    assert said.decode().splitlines()[-1].startswith("error: ") and word in said.decode()
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [(["--budget", "3"], "at least 16"), (["--speculative-config", '{"colour": 1}'], "colour")],
+)
+async def test_a_tree_that_does_not_fit_the_head(flags: list[str], word: str) -> None:
+    settings = parse(DraftSettings, ["--model", "m", "--draft", "d", *flags])
+    draft = DraftServer(FakeDraftRunner, tree=settings.tree_spec)
+    with pytest.raises(ConfigError, match=word):
+        await draft.load()
+
+
+async def test_a_port_in_use(tmp_path: Path) -> None:
+    async with serve() as draft:
+        process = await run_real(
+            "--model", str(tmp_path), "--draft", str(tmp_path), "--port", str(draft.port)
+        )
+        _, said = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == 2 and str(draft.port) in said.decode()

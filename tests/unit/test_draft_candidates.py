@@ -32,6 +32,8 @@ def test_best_is_topk_with_the_lower_id_first(vocabulary: int, count: int) -> No
     assert values.shape == ids.shape == (5, count)
     assert torch.equal(values, logits.topk(count).values)
     assert torch.equal(logits.gather(1, ids), values)
+    if count == 1:
+        assert torch.equal(ids[:, 0], logits.argmax(-1))
     for row, found in zip(values.tolist(), ids.tolist(), strict=True):
         assert len(set(found)) == count
         assert found == [i for _, i in sorted(zip([-v for v in row], found, strict=True))]
@@ -43,10 +45,10 @@ def test_log_mass_is_log_sum_exp() -> None:
     torch.testing.assert_close(mass, logits.logsumexp(-1, keepdim=True))
 
 
-def test_chains_only_take_the_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "best", None)
+@pytest.mark.parametrize("vocabulary", [320, 7, 1024])
+def test_chains_only_take_the_argmax(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "log_mass", None)
-    logits = logits_of(10, 320)
+    logits = (logits_of(10, vocabulary) * 2).round() / 2  # ties: the lower id
     blocks = [Block(3, 5, Drafting(CHAIN)), Block(7, 9, Drafting(CHAIN))]
     first, second = choose(logits, blocks)
     tokens = [row[0] for row in (*first.tokens, *second.tokens)]
