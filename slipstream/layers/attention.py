@@ -77,7 +77,7 @@ def paged_attention(
     if backend != "torch":
         raise ConfigError(f"unknown attention backend {backend!r}; known: torch")
     both = batch.bidirectional if bidirectional is None else bidirectional
-    key = ("plan", k_pages.shape[1], k_pages.shape[2], window, both)
+    key = ("plan", k_pages.shape, k_pages.dtype, window, both)
     plan = batch.cache.get(key)
     if plan is None:
         plan = _Planner(batch, k_pages, window, both).plan()
@@ -149,8 +149,8 @@ class _Piece:
 class _Group:
     """B entries padded to n rows and S keys, gathered into one product.
 
-    gather: (B * kv * S,) indices of (slot, key head) rows of the cache. take: (B * n,) rows of the
-    batch, None when the rows are just `rows`; give: indices into B * n that undo it, with `rows`.
+    gather: (B * S,) slot indices. take: (B * n,) rows of the batch, None when the rows are just
+    `rows`; give: indices into B * n that undo it, with `rows`.
     bias: (B, 1, n, columns) over the last `columns` keys, or None.
     """
 
@@ -167,8 +167,7 @@ class _Group:
         query = q[self.rows] if self.take is None else q.index_select(0, self.take)
         (heads, dim), kv, b, n = query.shape[1:], flat_k.shape[1], self.entries, self.n
         groups = heads // kv
-        k = self._read("k", flat_k, q).view(b * kv, -1, dim)
-        v = self._read("v", flat_v, q).view(b * kv, -1, dim)
+        k, v = self._read("k", flat_k, q), self._read("v", flat_v, q)  # (B * kv, S, hd)
         folded = query.view(b, n, kv, groups, dim).permute(0, 2, 3, 1, 4)
         folded = folded.reshape(b * kv, groups * n, dim)
         out = _attend(folded, k.transpose(1, 2), v, scale, self.bias, n, self.scratch)
@@ -176,12 +175,13 @@ class _Group:
         return out if self.give is None else out.index_select(0, self.give)
 
     def _read(self, name: str, flat: Tensor, q: Tensor) -> Tensor:
-        shape = (len(self.gather), flat.shape[2])
-        rows = self.scratch.get(f"{name} gathered", shape, flat)
-        torch.index_select(flat.view(-1, flat.shape[2]), 0, self.gather, out=rows)
-        if rows.dtype == q.dtype:
-            return rows
-        return self.scratch.get(name, shape, q).copy_(rows)
+        kv, dim = flat.shape[1:]
+        rows = self.scratch.get(f"{name} gathered", (len(self.gather), kv, dim), flat)
+        torch.index_select(flat, 0, self.gather, out=rows)
+        keys = len(self.gather) // self.entries
+        out = self.scratch.get(name, (self.entries, kv, keys, dim), q)
+        out.copy_(rows.view(self.entries, keys, kv, dim).transpose(1, 2))
+        return out.view(-1, keys, dim)
 
 
 def _attend(
@@ -235,7 +235,7 @@ class _Planner:
         self, batch: RowBatch, k_pages: Tensor, window: int | None, bidirectional: bool
     ) -> None:
         self.batch = batch
-        self.page_size, self.kv = k_pages.shape[1:3]
+        self.page_size = k_pages.shape[1]
         self.device = k_pages.device
         self.window = window
         self.both = bidirectional
@@ -341,9 +341,7 @@ class _Planner:
         batch, count = self.batch, len(entries)
         counts = [batch.count(e) for e in entries]
         n, keys = max(counts), max(map(self._reach, entries))
-        slots = torch.stack([self._padded_slots(e, keys) for e in entries])  # (B, S)
-        heads = torch.arange(self.kv)[None, :, None]
-        gather = (slots[:, None] * self.kv + heads).flatten().to(self.device)  # (B, kv, S)
+        gather = torch.cat([self._padded_slots(e, keys) for e in entries]).to(self.device)
         side_by_side = entries == list(range(entries[0], entries[0] + count))
         rows: slice | Tensor
         take = give = None
