@@ -147,12 +147,15 @@ class Engine:
 
     def _next(self) -> _Item:
         """The next message; while there is none, looks after things."""
+        checked = False
         while True:
             try:
                 return self._inbox.get(timeout=IDLE_S)
             except queue.Empty:
                 self._retire_lost()
-                self.check()
+                if not checked:
+                    self.check()
+                    checked = True
 
     def check(self) -> None:
         """Asserts every invariant of slots and pages. Only on the engine's thread, or in a test."""

@@ -79,7 +79,7 @@ def load_runner(settings: TargetSettings) -> ModelRunner:
     model = CausalLM.load(folder, dtype, "cpu", max_len=max_len)
     pages = settings.pages or _pages(settings, config, dtype, head.width, max_len)
     spec = TargetSpec(
-        model=settings.served_name or settings.model,
+        model=settings.served_name or _served_name(settings.model),
         vocab_size=config.vocab_size,
         max_model_len=max_len,
         slots=settings.slots,
@@ -113,6 +113,12 @@ def load_runner(settings: TargetSettings) -> ModelRunner:
         spec.model, name, torch.get_num_threads(), pages, spec.page_size, spec.slots,
     )  # fmt: skip
     return runner
+
+
+def _served_name(model: str) -> str:
+    """A folder's own name, otherwise the model as it was named."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model
 
 
 def _max_model_len(settings: TargetSettings, config: ModelConfig) -> int:

@@ -19,7 +19,9 @@ class TargetSettings(ProcessSettings):
     draft: str = Field(
         "none", description="the draft head whose context features are published, or none"
     )
-    served_name: str | None = Field(None, description="name of the model; default: as given")
+    served_name: str | None = Field(
+        None, description="name of the model; default: as given, a folder's own name"
+    )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(50051, ge=0, le=65535, description="port to listen on; 0: any free one")
     device: Literal["auto", "cpu"] = Field("auto", description="where the model runs")
