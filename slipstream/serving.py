@@ -12,9 +12,8 @@ from typing import Any
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
-from slipstream import channels
+from slipstream import channels, reflection
 from slipstream.errors import ConfigError, SlipstreamError, describe
 
 log = logging.getLogger(__name__)
@@ -80,9 +79,7 @@ class Server:
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        reflection.enable_server_reflection(
-            (*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc
-        )
+        reflection.enable((*self._names, health.SERVICE_NAME), self.grpc)
         self.port = 0
 
     async def start(self, host: str, port: int) -> int:
