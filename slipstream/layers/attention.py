@@ -10,6 +10,7 @@ lie side by side. A chain's mask is a constant triangle over its own rows: nothi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -95,16 +96,22 @@ def paged_attention(
 
 
 class _Scratch:
-    """Buffers of one plan, used again by every layer: fresh megabytes cost their page faults."""
+    """Buffers of one plan, used again by its parts and by every layer.
+
+    Fresh megabytes cost their page faults each time.
+    """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def get(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        found = self._buffers.get(name)
-        if found is None:
-            found = self._buffers[name] = torch.empty(shape, dtype=like.dtype, device=like.device)
-        return found
+        """An uninitialised tensor of `shape` in the type and on the device of `like`."""
+        size, key = math.prod(shape), (name, like.dtype)
+        found = self._buffers.get(key)
+        if found is None or len(found) < size:
+            found = torch.empty(size, dtype=like.dtype, device=like.device)
+            self._buffers[key] = found
+        return found[:size].view(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +247,7 @@ class _Planner:
         self.window = window
         self.both = bidirectional
         self.own: dict[int, Tensor | None] = {}
+        self.scratch = _Scratch()
 
     def plan(self) -> list[_Piece | _Group]:
         parts: list[_Piece | _Group] = []
@@ -308,7 +316,7 @@ class _Planner:
             else:
                 bias = None if own is None else own[low:high]
             rows = slice(first + low, first + high)
-            pieces.append(_Piece(rows, self._keys(entry, begin, reach), bias, _Scratch()))
+            pieces.append(_Piece(rows, self._keys(entry, begin, reach), bias, self.scratch))
         return pieces
 
     def _window_bias(
@@ -353,7 +361,7 @@ class _Planner:
             take = self._index([row for s in spans for row in [*s, *([s[0]] * (n - len(s)))]])
             give = self._index([b * n + i for b, c in enumerate(counts) for i in range(c)])
         bias = self._group_bias(entries, n, keys)
-        return _Group(rows, count, n, gather, take, give, bias, _Scratch())
+        return _Group(rows, count, n, gather, take, give, bias, self.scratch)
 
     def _index(self, values: list[int]) -> Tensor:
         return torch.tensor(values, device=self.device)
