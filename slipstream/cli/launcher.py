@@ -65,6 +65,9 @@ class RestartPolicy:
 class Launcher:
     """Runs a cell: `start`, then `failure` or a signal, then `stop`; or `async with` around it.
 
+    With `in_turn` the draft starts when the target is ready: on processors that both use, neither
+    measures its steps while the other loads.
+
     Attributes:
         gateway: the gateway's READY object, after `start`.
     """
@@ -75,6 +78,7 @@ class Launcher:
         console: Console,
         *,
         restarts: RestartPolicy | None = None,
+        in_turn: bool = False,
         grace_s: float = 10.0,
         start_timeout_s: float = 600.0,
     ) -> None:
@@ -82,6 +86,7 @@ class Launcher:
         self._commands = dict(commands.items())
         self._console = console
         self._restarts = restarts or RestartPolicy()
+        self._in_turn = in_turn
         self._grace_s = grace_s
         self._start_timeout_s = start_timeout_s
         self._children: dict[str, Child] = {}
@@ -100,6 +105,8 @@ class Launcher:
         servers = [name for name in self._commands if name != "gateway"]
         for name in servers:
             self._launch(name)
+            if self._in_turn:
+                await self._until_ready(name, deadline)
         for name in servers:
             await self._until_ready(name, deadline)
         self._launch("gateway")

@@ -21,6 +21,7 @@ from slipstream.cli.up_settings import (
     UpSettings,
     check,
     free_port,
+    share_processors,
 )
 from slipstream.errors import ConfigError
 from slipstream.settings import parse
@@ -77,6 +78,7 @@ async def launcher_for(settings: UpSettings, programs: Programs, console: Consol
     return Launcher(
         commands(settings, programs, target, draft),
         console,
+        in_turn=share_processors(settings),
         grace_s=settings.drain_s + 5.0,
         start_timeout_s=settings.start_timeout_s,
     )

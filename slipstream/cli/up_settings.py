@@ -147,6 +147,13 @@ def check_port(flag: str, host: str, port: int) -> None:
             ) from error
 
 
+def share_processors(settings: UpSettings) -> bool:
+    """Whether target and draft both compute on the CPU, as far as can be told without torch."""
+    on_gpu = ("cuda", "auto") if Path("/dev/nvidiactl").exists() else ("cuda",)
+    devices = (settings.target_device, settings.draft_device)
+    return not any((device or settings.device).startswith(on_gpu) for device in devices)
+
+
 def free_port() -> int:
     """A TCP port of the loopback interface that nobody listens on now."""
     with socket.socket() as probe:

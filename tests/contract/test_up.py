@@ -130,6 +130,17 @@ async def test_a_start_has_a_deadline() -> None:
 
 
 @pytest.mark.anyio
+async def test_in_turn_the_draft_waits_for_the_target(tmp_path: Path) -> None:
+    trace = tmp_path / "draft"
+    commands = CellCommands(fake("silent"), fake("", trace), fake())
+    cell = Launcher(commands, Console(io.StringIO()), in_turn=True, start_timeout_s=0.5)
+    with pytest.raises(LaunchFailed, match="^target was not ready"):
+        async with cell:
+            pass
+    assert not starts(trace)
+
+
+@pytest.mark.anyio
 async def test_the_deaf_are_killed_after_the_grace() -> None:
     cell, log = launcher(draft="deaf", grace_s=0.3)
     async with cell:

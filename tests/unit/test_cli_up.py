@@ -14,7 +14,7 @@ from services.draft.settings import DraftSettings
 from services.target.settings import TargetSettings
 from slipstream.cli import up
 from slipstream.cli.hardware import cores
-from slipstream.cli.up_settings import UpSettings, check
+from slipstream.cli.up_settings import UpSettings, check, share_processors
 from slipstream.errors import ConfigError
 from slipstream.settings import parse
 
@@ -96,6 +96,12 @@ def test_the_draft_follows_the_target(model: Path) -> None:
 def test_threads_default_to_every_core() -> None:
     assert settings().threads == cores() >= 1
     assert settings("--threads=3").threads == 3
+
+
+def test_processors_are_shared_unless_one_is_a_gpu() -> None:
+    assert share_processors(settings("--device=cpu"))
+    assert not share_processors(settings("--device=cpu", "--target-device=cuda:0"))
+    assert not share_processors(settings("--device=cuda"))
 
 
 def test_every_option_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
