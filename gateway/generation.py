@@ -15,7 +15,7 @@ from types import TracebackType
 
 from gateway.metrics import FrontMetrics
 from gateway.request import Chunk
-from gateway.stream import FinishReason, Piece, TextStream
+from gateway.stream import FinishReason, Piece, TextStream, joined
 from slipstream.errors import EngineFailed, SlipstreamError
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,17 @@ class Choice:
 
 
 Delta = tuple[Choice, Piece]
-"""What one step added to a choice. A piece with `finish` set is the choice's last."""
+"""What one or several steps added to a choice. A piece with `finish` set is the choice's last."""
+
+
+def merged(deltas: list[Delta]) -> list[Delta]:
+    """At most one delta per choice, in order of their first: what several steps gave it, joined."""
+    if len(deltas) == 1:
+        return deltas
+    pieces: dict[Choice, list[Piece]] = {}
+    for choice, piece in deltas:
+        pieces.setdefault(choice, []).append(piece)
+    return [(choice, joined(parts)) for choice, parts in pieces.items()]
 
 
 class Bridge:
@@ -174,8 +184,10 @@ class Generation:
         self._open += 1
 
     async def next(self) -> list[Delta]:
-        """Waits for the next pieces, of one or several steps; [] after the end or a cancellation.
+        """Waits for the next pieces, one per choice; [] after the end or a cancellation.
 
+        A piece holds what the steps since the last call gave: a client that is slow, or a loop that
+        is, gets fewer and larger ones in place of a backlog. A message costs more than its tokens.
         Raises the error that ended the request, after everything that came before it.
         """
         while not self._ready:
@@ -189,7 +201,7 @@ class Generation:
             finally:
                 self._waiter = None
         ready, self._ready = self._ready, []
-        return ready
+        return merged(ready)
 
     def feed(self, choice: Choice, chunk: Chunk, now: float) -> None:
         """Takes what one step gave `choice`; `now` is the time it arrived, in s."""

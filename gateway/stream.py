@@ -171,6 +171,15 @@ class Piece:
     finish: FinishReason | None
 
 
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Consecutive pieces of one choice as one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    text = "".join([piece.text for piece in pieces])
+    tokens = [token for piece in pieces for token in piece.tokens]
+    return Piece(text, tokens, pieces[-1].finish)
+
+
 class TextStream:
     """The text of one choice.
 
