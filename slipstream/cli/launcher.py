@@ -65,8 +65,9 @@ class RestartPolicy:
 class Launcher:
     """Runs a cell: `start`, then `failure` or a signal, then `stop`; or `async with` around it.
 
-    With `in_turn` the draft starts when the target is ready: on processors that both use, neither
-    measures its steps while the other loads.
+    With `in_turn` the target starts when the draft is ready: on processors that both use, neither
+    measures its steps while the other loads. The draft is the one that can refuse the pair or the
+    tree at once.
 
     Attributes:
         gateway: the gateway's READY object, after `start`.
@@ -96,13 +97,13 @@ class Launcher:
         self._stopping = asyncio.Event()
 
     async def start(self) -> dict[str, Any]:
-        """Starts target and draft, then the gateway; returns the gateway's READY object.
+        """Starts draft and target, then the gateway; returns the gateway's READY object.
 
         Raises LaunchFailed when a process exits or is not ready in time; `stop` is still due then.
         """
         self._failure = asyncio.get_running_loop().create_future()
         deadline = time.monotonic() + self._start_timeout_s
-        servers = [name for name in self._commands if name != "gateway"]
+        servers = [name for name in ("draft", "target") if name in self._commands]
         for name in servers:
             self._launch(name)
             if self._in_turn:

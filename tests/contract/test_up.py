@@ -131,11 +131,11 @@ async def test_a_start_has_a_deadline() -> None:
 
 
 @pytest.mark.anyio
-async def test_in_turn_the_draft_waits_for_the_target(tmp_path: Path) -> None:
-    trace = tmp_path / "draft"
-    commands = CellCommands(fake("silent"), fake("", trace), fake())
+async def test_in_turn_the_target_waits_for_the_draft(tmp_path: Path) -> None:
+    trace = tmp_path / "target"
+    commands = CellCommands(fake("", trace), fake("silent"), fake())
     cell = Launcher(commands, Console(io.StringIO()), in_turn=True, start_timeout_s=0.5)
-    with pytest.raises(LaunchFailed, match="^target was not ready"):
+    with pytest.raises(LaunchFailed, match="^draft was not ready"):
         async with cell:
             pass
     assert not starts(trace)
