@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from pathlib import Path
@@ -60,6 +61,8 @@ def load_runner(settings: DraftSettings) -> ModelRunner:
         acceptance=tuple(read_acceptance(folder) or ()),
     )
     runner = ModelRunner(head, spec, settings.max_sessions)
+    gc.collect()
+    gc.freeze()  # what lives now lives on: no collection looks at it again
     log.info(
         "%s in %s on %d threads: %d sessions of %d pages of %d positions",
         spec.model,
