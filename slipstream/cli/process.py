@@ -48,7 +48,8 @@ class Child:
     Attributes:
         name: its name in the log.
         ready: the JSON object of the READY line; cancelled when the child exits without one.
-        last_line: the last line it wrote that was not empty, for the reason of an exit.
+        last_line: the last line it wrote that was not empty, for the reason of an exit; without
+            the word "error: " that opens a message of ours.
     """
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, on_line: OnLine) -> None:
@@ -132,7 +133,7 @@ class Child:
 
     def _log(self, line: str) -> None:
         if line.strip():
-            self.last_line = line.strip()
+            self.last_line = line.strip().removeprefix("error: ")
             self._on_line(line)
 
 

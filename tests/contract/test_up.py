@@ -116,7 +116,7 @@ async def test_target_and_gateway_must_live(name: str) -> None:
 @pytest.mark.parametrize("name", ["target", "draft", "gateway"])
 async def test_a_failed_start_says_what_the_process_said(name: str) -> None:
     cell, _ = launcher(**{name: "fail=2"})
-    said = f"{name} exited with status 2 before it was ready: error: --model: it is broken"
+    said = f"{name} exited with status 2 before it was ready: --model: it is broken"
     with pytest.raises(LaunchFailed, match=f"^{said}$"):
         async with cell:
             pass

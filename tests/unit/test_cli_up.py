@@ -185,7 +185,7 @@ def test_a_model_that_cannot_be_prepared_says_why(capsys: pytest.CaptureFixture[
     assert up.main(["--target=owner/name", "--port=0", "--grpc-port=0"], programs) == 1
     said = capsys.readouterr().err.splitlines()
     assert "up      | no draft: name one that was made for owner/name with --draft" in said
-    assert said[-1] == "error: owner/name cannot be prepared: error: no such model"
+    assert said[-1] == "error: owner/name cannot be prepared: no such model"
 
 
 def test_the_command_needs_no_torch() -> None:
