@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import queue
-import re
 import signal
 import socket
 import subprocess
@@ -16,13 +13,14 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from slipstream import channels
+from slipstream.hardware import describe
 from slipstream.v1 import gateway_pb2, gateway_pb2_grpc
 
 READY_S = 300.0
@@ -162,28 +160,8 @@ def _wait_ready(running: Stack, lines: queue.Queue[str | None]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Hardware and versions for a result file."""
-    import torch
-    import transformers
-
-    cpu = platform.processor()
-    info = Path("/proc/cpuinfo")
-    flags = ""
-    if info.exists():
-        text = info.read_text()
-        match = re.search(r"model name\s*:\s*(.*)", text)
-        cpu = match.group(1) if match else cpu
-        flags = " ".join(f for f in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f in text)
-    return {
-        "cpu": cpu,
-        "cpu_flags": flags,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "grpc": grpc.__version__,
-        "command": " ".join(["python", *sys.argv]),
-    }
+    """Hardware, versions and command for a result file."""
+    return {**describe(), "command": " ".join(["python", *sys.argv])}
 
 
 def save(path: Path, result: dict[str, Any]) -> None:
@@ -192,7 +170,3 @@ def save(path: Path, result: dict[str, Any]) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(result, indent=1) + "\n")
     part.replace(path)
-
-
-def as_dict(answer: Answer) -> dict[str, Any]:
-    return asdict(answer)

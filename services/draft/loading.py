@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from services.draft.context_cache import ContextCache, page_dtype
 from services.draft.model_runner import ModelRunner
 from services.draft.runner import DraftSpec
 from services.draft.settings import DraftSettings
-from slipstream.cli.hardware import cores
+from slipstream.hardware import cores, memory
 from slipstream.layers.memory import keep_heap
 from slipstream.models import (
     DraftConfig,
@@ -30,7 +29,7 @@ from slipstream.models import (
 log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 8
-"""Without --pages all sessions take at most one part in so many of the machine's memory."""
+"""Without --pages all sessions take at most one part in so many of the memory that the process may use."""
 
 
 def load_runner(settings: DraftSettings) -> ModelRunner:
@@ -82,15 +81,14 @@ def _name(draft: str) -> str:
 
 
 def _pages(settings: DraftSettings, config: DraftConfig, window: int, dtype: torch.dtype) -> int:
-    """Pages of a session: every slot at its longest, within a share of the machine's memory.
+    """Pages of a session: every slot at its longest, within a share of the memory that the process may use.
 
     A draft keeps fewer bytes per token than its target, so half of the target's own default share
     holds every token that the target can hold.
     """
     size = settings.page_size
     full = settings.slots * -(-(window + config.block_size) // size)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     page = ContextCache.page_bytes(
         config.num_layers, size, config.num_kv_heads, config.head_dim, dtype
     )
-    return max(1, min(full, memory // MEMORY_SHARE // settings.max_sessions // page))
+    return max(1, min(full, memory() // MEMORY_SHARE // settings.max_sessions // page))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from services.target.model_runner import ModelRunner
 from services.target.runner import TargetSpec
 from services.target.settings import TargetSettings
 from services.target.warmup import measure
-from slipstream.cli.hardware import cores
 from slipstream.errors import ConfigError
+from slipstream.hardware import cores, memory
 from slipstream.layers.memory import keep_heap
 from slipstream.models import (
     CausalLM,
@@ -35,7 +34,7 @@ from slipstream.wire import MAX_NODES
 log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 4
-"""Without --pages the cache takes at most one part in so many of the machine's memory."""
+"""Without --pages the cache takes at most one part in so many of the memory that the process may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +131,10 @@ def _max_model_len(settings: TargetSettings, config: ModelConfig) -> int:
 def _pages(
     settings: TargetSettings, config: ModelConfig, dtype: torch.dtype, width: int, max_len: int
 ) -> int:
-    """Pages for every slot at its longest, within a share of the machine's memory."""
+    """Pages for every slot at its longest, within a share of the memory that the process may use."""
     full = settings.slots * -(-(max_len + MAX_NODES) // settings.page_size)
     size = KVCache.page_bytes(
         config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, dtype,
         width, dtype,
     )  # fmt: skip
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(full, memory // MEMORY_SHARE // size))
+    return max(1, min(full, memory() // MEMORY_SHARE // size))

@@ -18,7 +18,8 @@ from pydantic_settings import SettingsConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from slipstream.cli import hardware, prompts, report
+from slipstream import hardware
+from slipstream.cli import prompts, report
 from slipstream.cli.client import (
     CHAT,
     COMPLETIONS,

@@ -24,7 +24,8 @@ from typing import Any
 import httpx
 import orjson
 
-from slipstream.cli import hardware, prompts, report
+from slipstream import hardware
+from slipstream.cli import prompts, report
 from slipstream.cli.bench import converse, run_all, warm_up
 from slipstream.cli.client import CHAT, Answer, Options, RequestFailed, ask, chat_body, client
 from slipstream.cli.console import BOLD, RESET, Console, use_colour

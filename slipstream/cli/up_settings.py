@@ -11,8 +11,8 @@ import orjson
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from slipstream.cli.hardware import cores
 from slipstream.errors import ConfigError
+from slipstream.hardware import cores
 from slipstream.settings import ProcessSettings
 
 EMBEDDED_TARGET = "smollm2-135m-instruct"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from slipstream.errors import ConfigError
+from slipstream.hardware import has_bf16
 
 _NAMES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -16,8 +17,7 @@ def default_dtype(device: torch.device | str) -> torch.dtype:
     """
     if torch.device(device).type != "cpu":
         return torch.bfloat16
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32
+    return torch.bfloat16 if has_bf16() else torch.float32
 
 
 def parse_dtype(name: str, device: torch.device | str) -> torch.dtype:

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 import httpx
 import pytest
 
-from slipstream.cli import demo, hardware
+from slipstream import hardware
+from slipstream.cli import demo
 from slipstream.cli.client import client
 from slipstream.cli.launcher import LaunchFailed
 from tests.fakes.rest import fake_rest

@@ -13,9 +13,9 @@ from gateway.settings import GatewaySettings
 from services.draft.settings import DraftSettings
 from services.target.settings import TargetSettings
 from slipstream.cli import up
-from slipstream.cli.hardware import cores
 from slipstream.cli.up_settings import UpSettings, check, share_processors
 from slipstream.errors import ConfigError
+from slipstream.hardware import cores
 from slipstream.settings import parse
 
 

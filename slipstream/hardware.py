@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+_CGROUP = Path("/sys/fs/cgroup")
 _PACKAGES = ("slipstream", "torch", "transformers", "tokenizers", "grpcio", "httpx")
 
 
@@ -47,13 +48,36 @@ def cores() -> int:
         allowed = len(os.sched_getaffinity(0))
     else:
         allowed = os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        if quota != "max":
-            allowed = min(allowed, math.ceil(int(quota) / int(period)))
-    except (OSError, ValueError):
-        pass
+    quota, period = _cpu_quota()
+    if quota > 0 and period > 0:
+        allowed = min(allowed, math.ceil(quota / period))
     return max(allowed, 1)
+
+
+def memory() -> int:
+    """Bytes of memory that this process may use: the machine's, within the container's limit."""
+    allowed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _cgroup("memory.max") or _cgroup("memory/memory.limit_in_bytes")
+    return min(allowed, int(limit)) if limit.isdecimal() else allowed
+
+
+def _cpu_quota() -> tuple[int, int]:
+    """Microseconds of processor time in every so many, (-1, -1) where there is no limit."""
+    words = _cgroup("cpu.max").split() or [
+        _cgroup("cpu/cpu.cfs_quota_us"),
+        _cgroup("cpu/cpu.cfs_period_us"),
+    ]
+    if len(words) == 2 and all(word.isdecimal() for word in words):
+        return int(words[0]), int(words[1])
+    return -1, -1
+
+
+def _cgroup(name: str) -> str:
+    """A control group's value as a container sees its own: version 2 or 1; "" without it."""
+    try:
+        return (_CGROUP / name).read_text().strip()
+    except OSError:
+        return ""
 
 
 def describe() -> dict[str, Any]:
