@@ -29,7 +29,7 @@ from slipstream.models import (
 log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 8
-"""Without --pages all sessions take at most one part in so many of the memory that the process may use."""
+"""Without --pages all sessions take at most one part in so many of its memory."""
 
 
 def load_runner(settings: DraftSettings) -> ModelRunner:
@@ -81,7 +81,7 @@ def _name(draft: str) -> str:
 
 
 def _pages(settings: DraftSettings, config: DraftConfig, window: int, dtype: torch.dtype) -> int:
-    """Pages of a session: every slot at its longest, within a share of the memory that the process may use.
+    """Pages of a session: every slot at its longest, within a share of its memory.
 
     A draft keeps fewer bytes per token than its target, so half of the target's own default share
     holds every token that the target can hold.

@@ -34,7 +34,7 @@ from slipstream.wire import MAX_NODES
 log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 4
-"""Without --pages the cache takes at most one part in so many of the memory that the process may use."""
+"""Without --pages the cache takes at most one part in so many of its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def _max_model_len(settings: TargetSettings, config: ModelConfig) -> int:
 def _pages(
     settings: TargetSettings, config: ModelConfig, dtype: torch.dtype, width: int, max_len: int
 ) -> int:
-    """Pages for every slot at its longest, within a share of the memory that the process may use."""
+    """Pages for every slot at its longest, within a share of its memory."""
     full = settings.slots * -(-(max_len + MAX_NODES) // settings.page_size)
     size = KVCache.page_bytes(
         config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, dtype,
