@@ -20,13 +20,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 SUITABLE := import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: help demo up test lint stubs bench clean distclean
+.PHONY: help demo up test lint stubs bench load clean distclean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo   environment, model pair, three processes, one answer, draft against no draft"
 	@echo "make up     the three processes, until Ctrl-C"
 	@echo "make bench  measure what runs at URL=$(URL)"
+	@echo "make load   ghz and REST load; LOAD=\"--url ... --grpc ...\": not on a stack of its own"
 	@echo "make test   lint, types, import rules, stub drift, tests"
 	@echo "make lint   all of that but the tests"
 	@echo "make stubs  generate slipstream/v1 from protos/"
@@ -41,6 +42,10 @@ up: $(VENV)/.run
 
 bench: $(VENV)/.run
 	@$(BIN)/slipstream bench --url $(URL) --prompts $(PROMPTS) --concurrency $(CONCURRENCY)
+
+# LOAD: options of the load test; `make load LOAD=--help` lists them.
+load: $(VENV)/.run
+	@$(BIN)/python -m tests.load $(LOAD)
 
 test: lint
 	$(BIN)/python -m pytest
