@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -55,17 +56,21 @@ async def one(http: httpx.AsyncClient, load: Load, row: Conversation, options: O
 
 
 async def drive(load: Load, call: Callable[[int], Awaitable[None]]) -> None:
-    """Makes `load.requests` calls, as many at once as the present stage has streams."""
-    numbers = iter(range(load.requests))
+    """Makes the calls of `load`, as many at once as the present stage has streams."""
+    numbers = itertools.count() if load.ramp else iter(range(load.requests))
+    over = False
 
     async def stream() -> None:
         for number in numbers:
+            if over:
+                return
             await call(number)
 
     streams: list[asyncio.Task[None]] = []
     for level in load.levels:
         streams += [asyncio.create_task(stream()) for _ in range(level - len(streams))]
         await asyncio.wait(streams, timeout=load.stage_s)
+    over = load.ramp is not None
     await asyncio.gather(*streams)
 
 

@@ -26,6 +26,11 @@ class Ramp:
         """Streams of each stage."""
         return list(range(self.start, self.end + 1, self.step))
 
+    @property
+    def seconds(self) -> float:
+        """From the first stage to the end of the last, after which no call begins."""
+        return self.every_s * len(self.levels)
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -33,6 +38,7 @@ class Load:
 
     Attributes:
         streams: calls at once; with a ramp, at its end.
+        requests: calls in all; a ramp makes as many as its time allows.
         tokens: every answer has exactly so many, unless it is cut.
         deadline_ms: a call still running then is cancelled by its client.
     """
@@ -55,17 +61,19 @@ class Load:
         return self.ramp.every_s if self.ramp else 0.0
 
     def scaled(self, factor: float) -> Load:
-        """With `factor` times the requests, but at least one per stream."""
+        """With `factor` times the requests, but at least one per stream; or the time of a ramp."""
+        if self.ramp is not None:
+            return replace(self, ramp=replace(self.ramp, every_s=self.ramp.every_s * factor))
         return replace(self, requests=max(self.streams, round(self.requests * factor)))
 
 
 def plan(tokens: int, factor: float) -> list[Load]:
-    """The runs of both doors. `factor` multiplies the numbers of requests."""
+    """The runs of both doors. `factor` multiplies the requests, or the time, of each."""
     loads = [
         Load("c1", 1, 12, tokens),
         Load("c8", 8, 48, tokens),
         Load("c32", 32, 96, tokens),
-        Load("ramp", 32, 96, tokens, Ramp(2, 6, 32, 4.0)),
+        Load("ramp", 32, 0, tokens, Ramp(2, 6, 32, 4.0)),
         # Far more tokens than fit before the deadline, so that every call is cut.
         Load("cancel", 16, 48, max(1000, 8 * tokens), deadline_ms=700),
     ]

@@ -17,7 +17,7 @@ from tests.load import cell, ghz, idle, rest, tables
 from tests.load.__main__ import HERE, main
 from tests.load.runs import Call, Load, Outcome, Ramp, plan
 
-RAMP = Load("ramp", 32, 96, 16, Ramp(2, 6, 32, 0.5))
+RAMP = Load("ramp", 32, 0, 16, Ramp(2, 6, 32, 0.5))
 CUT = Load("cancel", 4, 8, 1000, deadline_ms=700)
 
 
@@ -36,17 +36,18 @@ def test_the_plan_has_every_shape() -> None:
     assert loads["ramp"].levels == [2, 8, 14, 20, 26, 32]
     assert loads["cancel"].deadline_ms is not None and loads["cancel"].tokens >= 1000
     for load in plan(32, 0.01):
-        assert load.requests == load.streams
+        assert load.ramp or load.requests == load.streams
+    assert loads["ramp"].scaled(0.5).ramp == Ramp(2, 6, 32, 2.0)
 
 
 def test_options_of_ghz() -> None:
     words = ghz.arguments(Load("c8", 8, 48, 32))
-    assert words == ["--total", "48", "--concurrency", "8", "--timeout", "300s"]
-    assert ghz.arguments(CUT)[-2:] == ["--timeout", "700ms"]
+    assert words == ["--timeout", "300s", "--concurrency", "8", "--total", "48"]
+    assert ghz.arguments(CUT)[:2] == ["--timeout", "700ms"]
     text = " ".join(ghz.arguments(RAMP))
     assert "--concurrency-schedule step --concurrency-start 2 --concurrency-step 6" in text
     assert "--concurrency-end 32 --concurrency-step-duration 0.5s" in text
-    assert text.endswith("--concurrency-max-duration 3s")
+    assert text.endswith("--duration 3.5s --duration-stop wait") and "--total" not in text
 
 
 def test_the_shipped_prompts_become_requests() -> None:
@@ -199,9 +200,9 @@ async def test_calls_at_once_follow_the_stages() -> None:
     seen.clear()
     peaks.clear()
     most = 0
-    await rest.drive(Load("ramp", 6, 60, ramp=Ramp(2, 2, 6, 0.05)), call)
-    assert sorted(seen) == list(range(60)) and most == 6
-    assert max(peaks[:6]) == 2
+    await rest.drive(Load("ramp", 6, 0, ramp=Ramp(2, 2, 6, 0.1)), call)
+    assert sorted(seen) == list(range(len(seen))) and len(seen) > 12
+    assert most == 6 and max(peaks[:6]) == 2 and running == 0
 
 
 def metrics(free_slots: int = 4, free_pages: int = 64, waiting: int = 0) -> str:
