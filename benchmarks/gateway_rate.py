@@ -17,8 +17,10 @@ import argparse
 import asyncio
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -197,33 +199,61 @@ def cpu_seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
+def thread_seconds(process: psutil.Process) -> dict[int, float]:
+    """User and system time by the system's number of the thread."""
+    return {one.id: one.user_time + one.system_time for one in process.threads()}
+
+
+@dataclass
+class Spent:
+    """Wall time, what came, and the CPU seconds of every process meanwhile."""
+
+    seconds: float
+    got: list[Got]
+    cpu: dict[str, float]
+    threads: dict[int, float]
+
+    @property
+    def tokens(self) -> int:
+        return sum(one.tokens for one in self.got)
+
+
+def run_once(runner: asyncio.Runner, case: Case, found: dict[str, Served]) -> Spent:
+    """64 streams to their ends."""
+    watched = {name: psutil.Process(one.process.pid) for name, one in found.items()}
+    watched["client"] = psutil.Process()
+    before = {name: cpu_seconds(process) for name, process in watched.items()}
+    threads = thread_seconds(watched["gateway"])
+    began = time.perf_counter()
+    got = runner.run(load(case.door, found["gateway"].ready, case.tokens))
+    seconds = time.perf_counter() - began
+    after = thread_seconds(watched["gateway"])
+    cpu = {name: cpu_seconds(process) - before[name] for name, process in watched.items()}
+    spent = Spent(seconds, got, cpu, {k: v - threads.get(k, 0.0) for k, v in after.items()})
+    assert spent.tokens == STREAMS * case.tokens, f"{spent.tokens} tokens came"
+    return spent
+
+
 def measure(case: Case, found: dict[str, Served], profile: bool) -> dict[str, Any]:
-    """One run after a short one to warm up."""
-    ready = found["gateway"].ready
+    """One run after a short one to warm up, and with `profile` one more under py-spy."""
     with asyncio.Runner() as runner:
-        runner.run(load(case.door, ready, 50))
-        watched = {name: psutil.Process(one.process.pid) for name, one in found.items()}
-        watched["client"] = psutil.Process()
-        profiler = start_profiler(watched["gateway"].pid) if profile else None
-        before = {name: cpu_seconds(process) for name, process in watched.items()}
-        began = time.perf_counter()
-        got = runner.run(load(case.door, ready, case.tokens))
-        seconds = time.perf_counter() - began
-        spent = {name: cpu_seconds(process) - before[name] for name, process in watched.items()}
-    tokens = sum(one.tokens for one in got)
-    assert tokens == STREAMS * case.tokens, f"{tokens} tokens came"
-    result = {
-        "streams": STREAMS,
-        "tokens": tokens,
-        "seconds": round(seconds, 3),
-        "tokens_s": round(tokens / seconds),
-        "tokens_per_message": round(tokens / sum(one.messages for one in got), 2),
-        "cpu_us_per_token": {k: round(1e6 * v / tokens, 2) for k, v in spent.items()},
-        "gateway_cores": round(spent["gateway"] / seconds, 3),
-        "tokens_s_of_one_gateway_core": round(tokens / spent["gateway"]),
-    }
-    if profiler is not None:
-        result["profile"] = read_profile(profiler)
+        runner.run(load(case.door, found["gateway"].ready, 50))
+        spent = run_once(runner, case, found)
+        tokens = spent.tokens
+        result: dict[str, Any] = {
+            "streams": STREAMS,
+            "tokens": tokens,
+            "seconds": round(spent.seconds, 3),
+            "tokens_s": round(tokens / spent.seconds),
+            "tokens_per_message": round(tokens / sum(one.messages for one in spent.got), 2),
+            "cpu_us_per_token": {k: round(1e6 * v / tokens, 2) for k, v in spent.cpu.items()},
+            "gateway_cores": round(spent.cpu["gateway"] / spent.seconds, 3),
+            "tokens_s_of_one_gateway_core": round(tokens / spent.cpu["gateway"]),
+        }
+        if profile:
+            profiler = start_profiler(found["gateway"].process.pid)
+            spent = run_once(runner, case, found)
+            result["profile"] = read_profile(profiler, spent)
     return result
 
 
@@ -232,43 +262,59 @@ class Profiler:
     """A running py-spy and the file that it writes."""
 
     process: subprocess.Popen[bytes]
-    out: Path
+    folder: tempfile.TemporaryDirectory[str]
+
+    @property
+    def out(self) -> Path:
+        return Path(self.folder.name) / "samples.txt"
 
 
 def start_profiler(pid: int) -> Profiler:
     """py-spy on process `pid`, every thread, until `read_profile`."""
-    out = Path(f"/tmp/gateway-rate-{pid}.txt")
+    folder = tempfile.TemporaryDirectory(prefix="gateway-rate-")
     command = ["py-spy", "record", "--pid", str(pid), "--format", "raw", "--threads"]
-    command += ["--rate", "200", "--duration", "600", "--output", str(out), "--nonblocking"]
-    return Profiler(subprocess.Popen(command, stdout=subprocess.DEVNULL), out)
+    command += ["--rate", "200", "--duration", "600", "--nonblocking", "--output"]
+    command.append(str(Path(folder.name) / "samples.txt"))
+    quiet = subprocess.DEVNULL
+    return Profiler(subprocess.Popen(command, stdout=quiet, stderr=quiet), folder)
 
 
-def read_profile(profiler: Profiler) -> dict[str, Any]:
-    """Shares of the samples by thread, and the functions by their own time, in percent."""
-    profiler.process.send_signal(2)
+def read_profile(profiler: Profiler, spent: Spent) -> dict[str, Any]:
+    """CPU time per token by thread, and the functions by their share of the samples, in percent.
+
+    Samples see Python's frames only: what a function's C code does is its own time, which for the
+    event loop's `run` is gRPC and uvloop.
+    """
+    profiler.process.send_signal(signal.SIGINT)
     profiler.process.wait(20)
-    threads: Counter[str] = Counter()
+    names: dict[int, str] = {}
     own: Counter[str] = Counter()
     under: Counter[str] = Counter()
     for line in profiler.out.read_text().splitlines():
         stack, _, count = line.rpartition(" ")
-        thread, *frames = stack.split(";")
-        name = thread.partition("): ")[2] or thread
-        threads[name] += int(count)
-        names = [frame.rpartition(":")[0] or frame for frame in frames] or ["(no Python)"]
-        own[f"{name}: {names[-1]}"] += int(count)
-        for one in set(names):
+        head, *frames = stack.split(";")
+        number, _, name = head.partition("): ")
+        names[int(number.rpartition("(")[2])] = name
+        functions = [frame.rpartition(":")[0] or frame for frame in frames] or ["(no Python)"]
+        own[f"{name}: {functions[-1]}"] += int(count)
+        for one in set(functions):
             under[f"{name}: {one}"] += int(count)
-    profiler.out.unlink()
-    total = sum(threads.values()) or 1
+    profiler.folder.cleanup()
+    by_thread: Counter[str] = Counter()
+    for thread, seconds in spent.threads.items():
+        by_thread[names.get(thread, "threads without Python")] += seconds
+    total = sum(own.values()) or 1
 
     def shares(counts: Counter[str], most: int) -> dict[str, float]:
         return {key: round(100 * n / total, 1) for key, n in counts.most_common(most)}
 
     return {
-        "threads": shares(threads, 10),
-        "own": shares(own, 30),
-        "with_callees": shares(under, 40),
+        "us_per_token_by_thread": {
+            name: round(1e6 * seconds / spent.tokens, 2)
+            for name, seconds in by_thread.most_common(12)
+        },
+        "own_percent": shares(own, 25),
+        "with_callees_percent": shares(under, 40),
     }
 
 
@@ -281,8 +327,9 @@ def show(name: str, result: dict[str, Any]) -> None:
         f" one gateway core carries {result['tokens_s_of_one_gateway_core']} tokens/s",
         flush=True,
     )
-    for part in result.get("profile", {}).values():
-        print("\n".join(f"  {share:5.1f} %  {what}" for what, share in part.items()), end="\n\n")
+    for title, part in result.get("profile", {}).items():
+        print(f"  {title}")
+        print("\n".join(f"  {value:7.2f}  {what}" for what, value in part.items()), end="\n\n")
 
 
 def main() -> int:
