@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import uvicorn
-import uvloop
 
 from gateway.app import create_app
 from gateway.counters import Snapshot
@@ -25,15 +24,13 @@ from gateway.settings import GatewaySettings
 from gateway.template import ChatTemplate
 from gateway.tokenizer import Tokenizer, resolve_folder
 from slipstream import log as log_lines
+from slipstream import serving
 from slipstream.errors import ConfigError, PairError, SlipstreamError
 from slipstream.metrics import registry
 from slipstream.serving import Server, wait_for_signal
 from slipstream.v1 import gateway_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
-
-SWITCH_INTERVAL_S = 0.0005
-"""The longest that Python code on one thread keeps the scheduler's thread waiting."""
 
 _POLL_S = 0.05  # how often readiness is looked at
 _ERRORS_S = 0.5  # what the last error events get to leave after the drain time
@@ -211,13 +208,11 @@ def run(settings: GatewaySettings, make_scheduler: Callable[[Deliver], Scheduler
     """The whole process; the exit status: 0 after a signal, 2 when it cannot start as it was told
     to, 1 when the servers behind it do not let it."""
     log_lines.setup(settings.log_level)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         folder = resolve_folder(settings.tokenizer)
         tokenizer = Tokenizer.load(folder)
         template = ChatTemplate.load(folder, tokenizer)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(settings, tokenizer, template, make_scheduler))
+        serving.run(serve(settings, tokenizer, template, make_scheduler))
     except SlipstreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

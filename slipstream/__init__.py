@@ -4,4 +4,9 @@ Nothing in this package imports `services` or `gateway`. `models`, `layers`, `no
 need torch; everything else here may be imported by a torch-free process.
 """
 
+import os
+
+# gRPC's core writes every GOAWAY to stderr otherwise; it reads this when it is loaded.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
 __version__ = "0.1.0"

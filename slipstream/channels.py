@@ -5,11 +5,7 @@ gRPC ignores unknown arguments silently; `options` refuses a name that is not kn
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-
-# gRPC's core writes every GOAWAY to stderr otherwise; it reads this when the first channel is made.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 MAX_MESSAGE = 16 << 20  # bytes; frames are at most 1 MiB, an Admit of a long prompt is larger
 KEEPALIVE_MS = 2_000

@@ -6,8 +6,9 @@ import asyncio
 import inspect
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -17,6 +18,20 @@ from slipstream import channels, reflection
 from slipstream.errors import ConfigError, SlipstreamError, describe
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SWITCH_S = 0.0005
+"""Longest time that a thread which computes in Python keeps the interpreter from the others."""
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Runs a server process's coroutine on uvloop, its engine threads beside it."""
+    import uvloop
+
+    sys.setswitchinterval(SWITCH_S)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):

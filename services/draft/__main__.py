@@ -11,24 +11,18 @@ os.environ.setdefault("KMP_BLOCKTIME", "0")
 import sys
 from collections.abc import Sequence
 
-import uvloop
-
 from services.draft.runner import DraftRunner
 from services.draft.server import serve
 from services.draft.settings import DraftSettings
-from slipstream import log
+from slipstream import log, serving
 from slipstream.errors import ConfigError
 from slipstream.settings import parse_or_exit
-
-SWITCH_S = 0.0005
-"""Longest time that a thread which computes in Python keeps the interpreter from the others."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until a signal; returns the exit status."""
     settings = parse_or_exit(DraftSettings, sys.argv[1:] if argv is None else argv)
     log.setup(settings.log_level)
-    sys.setswitchinterval(SWITCH_S)
 
     def load() -> DraftRunner:
         from services.draft.loading import load_runner  # torch is imported with it
@@ -36,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return load_runner(settings)
 
     try:
-        return uvloop.run(
+        return serving.run(
             serve(
                 load,
                 settings.host,

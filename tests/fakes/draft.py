@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import math
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from services.draft.runner import (
 )
 from services.draft.server import DraftServer
 from services.draft.server import serve as serve_process
+from slipstream import serving
 from slipstream.tree import Tree, TreeSpec, build_tree, candidates_needed
 from tests.fakes.busy import busy
 from tests.fakes.encoding import (
@@ -108,10 +109,11 @@ class FakeDraftContext:
             self._runner.check_token(held.tokens[-1], token, position)
 
     def draft(self, entries: Sequence[DraftEntry]) -> list[Tree]:
-        runner = self._runner
-        busy(runner.draft_s)
+        runner, began = self._runner, time.perf_counter()
+        trees = [self._draft(entry) for entry in entries]
+        busy(began + runner.draft_s - time.perf_counter())
         runner.drafted += len(entries)
-        return [self._draft(entry) for entry in entries]
+        return trees
 
     def _draft(self, entry: DraftEntry) -> Tree:
         held, spec = self.slots[entry.slot], self._runner.spec
@@ -257,7 +259,7 @@ def main() -> int:
     parser.add_argument("--draft-ms", type=float, default=0.0)
     given = vars(parser.parse_args())
     host, port, sessions = (given.pop(name) for name in ("host", "port", "max_sessions"))
-    return asyncio.run(
+    return serving.run(
         serve_process(lambda: FakeDraftRunner(**given), host, port, max_sessions=sessions)
     )
 

@@ -9,7 +9,6 @@ one as a process of its own.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -28,6 +27,7 @@ from services.target.runner import (
 )
 from services.target.server import TargetServer, serve
 from services.target.servicer import LEASE_S
+from slipstream import serving
 from slipstream.tree import Tree, cut, walk
 from tests.fakes.busy import busy
 from tests.fakes.encoding import (
@@ -313,7 +313,7 @@ def main() -> int:
         eos_ids=tuple(args.eos_id),
         paranoid=False,
     )
-    return asyncio.run(
+    return serving.run(
         serve(
             lambda: runner,
             args.host,
