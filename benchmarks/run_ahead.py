@@ -11,17 +11,14 @@ ping-pong; whether 64 streams get every token.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gateway_rate import served
 from benchmarks.stack import machine, save
 from gateway.cell import Cell, GrpcCell, Lost, Peer, Received
 from gateway.request import Chunk, GenerateParams
@@ -33,25 +30,6 @@ VERIFY_MS, DRAFT_MS = 5.0, 1.0
 VOCAB = 1000
 WIDTH = 576  # float32 words of a context row, as the embedded pair's features
 SETTLE_STEPS = 20
-
-
-@contextmanager
-def server(module: str, *options: str) -> Iterator[str]:
-    """A fake server as a process of its own; yields its address."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *options], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("READY "):
-                yield json.loads(line.removeprefix("READY "))["grpc"]
-                break
-        else:
-            raise RuntimeError(f"{module} ended before it was ready")
-    finally:
-        process.terminate()
-        process.wait(10)
 
 
 class Collector:
@@ -200,9 +178,10 @@ def run() -> dict[str, Any]:
     ]  # fmt: skip
     result: dict[str, Any] = {}
     with (
-        server("tests.fakes.target", *target_options) as target,
-        server("tests.fakes.draft", *draft_options) as draft,
+        served("tests.fakes.target", *target_options) as target_process,
+        served("tests.fakes.draft", *draft_options) as draft_process,
     ):
+        target, draft = target_process.ready["grpc"], draft_process.ready["grpc"]
         for case in cases:
             result[case.name] = measure(case, target, draft)
             print(f"{case.name}: {result[case.name]}", flush=True)

@@ -160,8 +160,11 @@ def _wait_ready(running: Stack, lines: queue.Queue[str | None]) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Hardware, versions and command for a result file."""
-    return {**describe(), "command": " ".join(["python", *sys.argv])}
+    """Hardware, versions and command for a result file; absolute paths are cut to their names."""
+    spec = sys.modules["__main__"].__spec__
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    command = ["python", "-m", spec.name] if spec else ["python", Path(sys.argv[0]).name]
+    return {**describe(), "command": " ".join([*command, *words])}
 
 
 def save(path: Path, result: dict[str, Any]) -> None:
