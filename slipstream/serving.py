@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from slipstream import channels, reflection
-from slipstream.errors import ConfigError, SlipstreamError, describe
+from slipstream.errors import ConfigError, InvalidRequest, SlipstreamError, describe
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +51,31 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return handler
 
 
+def _lenient(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """`deserialize`, but returning what is wrong with a message that cannot be read.
+
+    gRPC answers a deserializer that raises with UNKNOWN and logs a traceback, as if the server had
+    failed.
+    """
+    if deserialize is None:
+        return None
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError as error:
+            return InvalidRequest(f"the request is not a valid message: {error}")
+
+    return read
+
+
 def _wrap_streaming(handler: Any) -> Any:
     inner = handler.stream_stream or handler.unary_stream
 
     async def generate(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
+            if isinstance(request, InvalidRequest):
+                raise request
             async for response in inner(request, context):
                 yield response
         except SlipstreamError as error:
@@ -62,6 +83,8 @@ def _wrap_streaming(handler: Any) -> Any:
 
     async def write(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         try:
+            if isinstance(request, InvalidRequest):
+                raise request
             await inner(request, context)
         except SlipstreamError as error:
             await context.abort(describe(error).grpc, str(error))
@@ -75,7 +98,7 @@ def _wrap_streaming(handler: Any) -> Any:
     )
     return make(
         behave,
-        request_deserializer=handler.request_deserializer,
+        request_deserializer=_lenient(handler.request_deserializer),
         response_serializer=handler.response_serializer,
     )
 

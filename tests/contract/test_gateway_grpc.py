@@ -95,6 +95,19 @@ async def test_stop_strings(tmp_path: Path) -> None:
         assert s.scheduler.cancelled == [1]
 
 
+@pytest.mark.parametrize("data", [b"\x12\x02\xff\xfe", b"\xff\xff\xff"], ids=["utf8", "wire"])
+async def test_bytes_that_are_no_message(
+    tmp_path: Path, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stage(tmp_path, TEXT) as s, channel(s) as made:
+        call = made.unary_stream(f"/{SERVICE}/Generate")
+        with pytest.raises(grpc.aio.AioRpcError, match="not a valid message") as caught:
+            [message async for message in call(data)]
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert not caplog.records
+        assert (await generate(s, pb.GenerateRequest(text="x", max_tokens=1)))[-1].finish_reason
+
+
 BAD_REQUESTS = [
     (pb.GenerateRequest(), grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
     (pb.GenerateRequest(text=""), grpc.StatusCode.INVALID_ARGUMENT, "prompt: must not be"),
