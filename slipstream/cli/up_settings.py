@@ -7,13 +7,13 @@ import socket
 from pathlib import Path
 from typing import Literal
 
-import orjson
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from slipstream.errors import ConfigError
 from slipstream.hardware import cores
 from slipstream.settings import ProcessSettings
+from slipstream.tree.spec import read_speculative_config
 
 EMBEDDED_TARGET = "smollm2-135m-instruct"
 BUNDLED_HEADS = ("jetspec", "dflash")
@@ -117,10 +117,10 @@ def check_name(flag: str, value: str, known: tuple[str, ...]) -> None:
     path = Path(value).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"{flag}: {value} holds no config.json")
+            raise ConfigError(f"{flag}: {value!r} holds no config.json")
         return
     if path.exists():
-        raise ConfigError(f"{flag}: {value} is a file, not a model folder")
+        raise ConfigError(f"{flag}: {value!r} is a file, not a model folder")
     if not _HUB_ID.fullmatch(value) or value.startswith("."):
         raise ConfigError(
             f"{flag}: {value!r} is no folder, no hub id (owner/name) and none of {', '.join(known)}"
@@ -169,11 +169,9 @@ def _check_tree(settings: UpSettings) -> None:
         if getattr(settings, flag) is not None:
             raise ConfigError(f"--{flag}: say it in --speculative-config, or leave that out")
     try:
-        parsed = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"--speculative-config: not JSON ({error}), got {text!r}") from error
-    if not isinstance(parsed, dict):
-        raise ConfigError(f"--speculative-config: want a JSON object, got {text!r}")
+        read_speculative_config(text)
+    except ConfigError as error:
+        raise ConfigError(f"--speculative-config: {error}") from error
 
 
 def _check_handoff(settings: UpSettings) -> None:

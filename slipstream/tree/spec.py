@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from slipstream.errors import ConfigError, InvalidRequest
 from slipstream.v1 import draft_pb2 as pb
@@ -187,15 +188,22 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def parse_speculative_config(json_text: str, block_size: int) -> TreeSpec:
-    """A spec from a JSON object.
+    """A spec from a JSON object; its keys are those of `read_speculative_config`.
+
+    Raises ConfigError for what that or `resolve_spec` refuses.
+    """
+    return resolve_spec(block_size=block_size, **read_speculative_config(json_text))
+
+
+def read_speculative_config(json_text: str) -> dict[str, Any]:
+    """The arguments for `resolve_spec` in a JSON object, for checks before a head is known.
 
     Its keys are the fields of TreeSpec, all optional; `tree` is another name of `mode`.
 
-    Raises ConfigError naming an unknown key, a value of the wrong type, or what `resolve_spec`
-    refuses.
+    Raises ConfigError naming an unknown key or a value of the wrong type.
     """
     try:
-        given = json.loads(json_text)
+        given: Any = json.loads(json_text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"speculative config is not JSON: {error}") from error
     if not isinstance(given, dict):
@@ -212,4 +220,4 @@ def parse_speculative_config(json_text: str, block_size: int) -> TreeSpec:
         raise ConfigError("speculative config: give mode or tree, not both")
     if "tree" in given:
         given["mode"] = given.pop("tree")
-    return resolve_spec(block_size=block_size, **given)
+    return given
