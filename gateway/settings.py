@@ -91,8 +91,10 @@ class GatewaySettings(ProcessSettings):
     @classmethod
     def _is_address(cls, value: str) -> str:
         host, colon, port = value.rpartition(":")
-        if value != "none" and not (host and colon and port.isdecimal()):
-            raise ValueError("must be host:port")
+        if value == "none":
+            return value
+        if not (host and colon and port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise ValueError("must be host:port, the port from 1 to 65535")
         return value
 
     def scheduler(self) -> SchedulerSettings:

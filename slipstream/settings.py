@@ -49,6 +49,8 @@ def parse(cls: type[S], argv: Sequence[str]) -> S:
 
 def _explain(problem: ErrorDetails) -> str:
     flag = ".".join(map(str, problem["loc"])).replace("_", "-")
+    if problem["type"] == "missing":
+        return f"--{flag}: is required"
     return f"--{flag}: {problem['msg']}, got {problem['input']!r}"
 
 
