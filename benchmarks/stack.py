@@ -49,6 +49,7 @@ class Ask:
     top_p: float = 1.0
     seed: int | None = None
     draft: bool = True
+    ignore_eos: bool = False
 
 
 @dataclass
@@ -66,6 +67,7 @@ class Stack:
             max_tokens=ask.max_tokens,
             temperature=ask.temperature,
             top_p=ask.top_p,
+            ignore_eos=ask.ignore_eos,
             speculative=gateway_pb2.Speculative(stats=True, enabled=ask.draft),
         )
         if isinstance(ask.prompt, str):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic_settings import SettingsConfigDict
 
 from slipstream.errors import ConfigError
@@ -20,7 +20,16 @@ BUNDLED_HEADS = ("jetspec", "dflash")
 LOOPBACK = "127.0.0.1"
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+def _device(value: str) -> str:
+    if not _DEVICE.fullmatch(value):
+        raise ValueError("must be auto, cpu, cuda or cuda:N")
+    return value
+
+
+Device = Annotated[str, AfterValidator(_device)]
 
 
 class UpSettings(ProcessSettings):
@@ -63,9 +72,9 @@ class UpSettings(ProcessSettings):
     port: int = Field(8000, ge=0, le=65535, description="REST port; 0: any free one")
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0: any free one")
     served_name: str | None = Field(None, description="name of the model in the API")
-    device: str = Field("auto", pattern=_DEVICE, description="auto, cpu, cuda or cuda:N, for both")
-    target_device: str | None = Field(None, pattern=_DEVICE, description="of the target only")
-    draft_device: str | None = Field(None, pattern=_DEVICE, description="of the draft only")
+    device: Device = Field("auto", description="auto, cpu, cuda or cuda:N, for both")
+    target_device: Device | None = Field(None, description="of the target only")
+    draft_device: Device | None = Field(None, description="of the draft only")
     dtype: Literal["auto", "bfloat16", "float32"] | None = Field(
         None, description="auto: bfloat16 where the device computes it"
     )

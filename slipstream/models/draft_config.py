@@ -10,6 +10,7 @@ from typing import Any
 from slipstream.errors import ConfigError
 from slipstream.layers.rope import RopeConfig, read_rope
 from slipstream.models.config import Reader, read_json, read_layer_types
+from slipstream.wire import MAX_NODES
 
 ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "JetSpecDraftModel")
 DEFAULT_MASK_TOKEN = "<|MASK|>"
@@ -156,8 +157,11 @@ def load_draft_config(folder: Path) -> DraftConfig:
     causal, windows = _visibility(reader, section, layers)
     blocks = section if section.values.get("block_size") is not None else reader
     target_layers = raw.get("num_target_layers") and reader.integer("num_target_layers")
+    block_size = blocks.integer("block_size", least=2)
+    if block_size > MAX_NODES:
+        raise blocks.fail("block_size", f"at most {MAX_NODES}, the most nodes of a tree")
     return DraftConfig(
-        block_size=blocks.integer("block_size", least=2),
+        block_size=block_size,
         mask_token_id=_mask_token(section, folder),
         target_layer_ids=_layer_ids(section, target_layers, layers),
         num_target_layers=target_layers,

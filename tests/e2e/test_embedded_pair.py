@@ -19,6 +19,7 @@ from benchmarks.stack import Answer, Ask, Stack, stack
 
 PROMPTS = Path(slipstream.cli.__file__).parent / "data" / "demo_prompts.jsonl"
 TOKENS = 40
+SMALL = ("--dtype", "float32", "--max-model-len", "512", "--slots", "8")
 STRANGERS = 7
 
 STACKS = {
@@ -40,7 +41,7 @@ def greedy_asks() -> list[Ask]:
 
 def seeded_asks() -> list[Ask]:
     return [
-        Ask(text, TOKENS, temperature=0.8, top_p=0.95, seed=1234 + i)
+        Ask(text, TOKENS, temperature=0.8, top_p=0.95, seed=1234 + i, ignore_eos=True)
         for i, text in enumerate(prompts()[:4])
     ]
 
@@ -67,17 +68,26 @@ def collect(running: Stack) -> Results:
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_warm_up() -> Iterator[None]:
+    """Trees are pinned, so nobody needs the times that a warm-up measures."""
+    with pytest.MonkeyPatch.context() as patch:
+        for process in ("TARGET", "DRAFT"):
+            patch.setenv(f"SLIPSTREAM_{process}_WARMUP", "false")
+        yield
+
+
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Results]:
     with ExitStack() as cleanup:
-        running = cleanup.enter_context(stack("--draft", "none", "--dtype", "float32"))
+        running = cleanup.enter_context(stack("--draft", "none", *SMALL))
         yield collect(running)
 
 
 @pytest.fixture(scope="module", params=list(STACKS), ids=list(STACKS))
 def drafted(request: pytest.FixtureRequest) -> Iterator[Results]:
     head, spec, depth = STACKS[request.param]
-    options = ["--draft", head, "--dtype", "float32", "--pipeline-depth", depth]
+    options = ["--draft", head, *SMALL, "--pipeline-depth", depth]
     with stack(*options, "--speculative-config", json.dumps(spec)) as running:
         yield collect(running)
 

@@ -132,6 +132,10 @@ def test_head_and_vocabulary_must_fit(tmp_path: Path) -> None:
         ({"architectures": ["DFlash2DraftModel"]}, "'DFlash2DraftModel' is not supported"),
         ({"block_size": None}, "block_size must be an integer"),
         ({"block_size": 1}, "block_size must be an integer of at least 2, got 1"),
+        (
+            {"block_size": 1000},
+            "block_size must be at most 256, the most nodes of a tree, got 1000",
+        ),
         ({"head_dim": None}, "head_dim must be"),
         ({"rope_theta": None}, "rope_theta must be a positive number"),
         ({"layer_types": ["full_attention"]}, "layer_types must be 2 of"),
