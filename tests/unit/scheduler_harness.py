@@ -11,7 +11,8 @@ from gateway.cell import Lost, Received
 from gateway.core import Core
 from gateway.request import Chunk, GenerateParams, Request
 from gateway.settings import SchedulerSettings
-from tests.unit.scheduler_fakes import VOCAB, CellSpec, FakeCell, expected
+from tests.unit.scheduler_fakes import FakeCell
+from tests.unit.scheduler_target import VOCAB, CellSpec, expected
 
 
 class Harness:

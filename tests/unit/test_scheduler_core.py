@@ -6,8 +6,8 @@ import pytest
 
 from gateway.cell import Peer
 from slipstream.errors import ConfigError, PairError, PeerLost
-from tests.unit.scheduler_fakes import CellSpec
 from tests.unit.scheduler_harness import Harness
+from tests.unit.scheduler_target import CellSpec
 
 
 @pytest.mark.parametrize("draft", [False, True])

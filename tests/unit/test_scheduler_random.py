@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from gateway.board import DECODE
 from gateway.cell import Peer
-from tests.unit.scheduler_fakes import CellSpec
 from tests.unit.scheduler_harness import Harness
+from tests.unit.scheduler_target import CellSpec
 
 
 def check_sums(h: Harness) -> None:

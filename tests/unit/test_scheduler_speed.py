@@ -6,8 +6,8 @@ import statistics
 import time
 
 from gateway.cell import Received
-from tests.unit.scheduler_fakes import CellSpec
 from tests.unit.scheduler_harness import Harness
+from tests.unit.scheduler_target import CellSpec
 
 
 def measure(waiting: int) -> float:
