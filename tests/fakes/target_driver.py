@@ -194,3 +194,8 @@ class Driver(Generic[R]):
     def check(self) -> None:
         """Every invariant; the engine is idle once its last event is here."""
         self.engine.check()
+
+
+def entry(slot: int, reserve: int, nodes: int = 1, replay: int = 0, epoch: int = 1) -> PlanEntry:
+    """An entry of a decode plan."""
+    return PlanEntry(slot, epoch, reserve, nodes=nodes, replay=replay)
