@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -16,6 +19,10 @@ from gateway.template import ChatTemplate
 from gateway.tokenizer import Tokenizer
 from tests.fakes.scheduler import FakeScheduler, Script, model_info
 from tests.tiny import make_tokenizer
+
+TEXT = "Hello, wörld! 😀 漢字: the end."
+PROMPT = {"prompt": "once", "max_tokens": 200}
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @dataclass
@@ -78,3 +85,22 @@ async def stage(
             yield Stage(front, front.scheduler, tokenizer, http)  # type: ignore[arg-type]
     finally:
         await front.stop(0.0)
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """The data of a stream, without its end mark."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def until(condition: Any, seconds: float = 2.0) -> None:
+    """Waits until `condition()` holds, at most `seconds`."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110 - another thread changes it
+            await asyncio.sleep(0.002)
+
+
+async def idle(s: Stage) -> None:
+    """Waits until no request runs."""
+    await until(lambda: s.scheduler.running == 0)
