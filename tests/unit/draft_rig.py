@@ -13,6 +13,7 @@ from services.draft.commands import (
     Attached,
     Command,
     Event,
+    Live,
     Plan,
     PlanEntry,
     Rejected,
@@ -199,3 +200,12 @@ class Rig:
             request.draw()
         self.context(step, *(request.record() for request in requests))
         return step
+
+
+def live(rig: Rig, request: Request) -> None:
+    """Has the first decode plan run, with nothing drafted."""
+    step = rig.plan((request, 1), after=rig.step)
+    assert rig.event() == Live(rig.session, request.slot, request.epoch, len(request.tokens) - 1)
+    assert rig.proposal(step) == {}
+    request.draw()
+    rig.context(step, request.record())
