@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import queue
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -99,6 +99,12 @@ class Stack:
         with ThreadPoolExecutor(concurrency) as pool:
             return list(pool.map(self.ask, asks))
 
+    def close(self) -> None:
+        """Closes the channel, if one was opened."""
+        channel = getattr(self, "_channel", None)
+        if channel is not None:
+            channel.close()
+
     def _stub(self) -> Any:
         if not hasattr(self, "_channel"):
             self._channel = grpc.insecure_channel(
@@ -123,30 +129,31 @@ def stack(*options: str) -> Iterator[Stack]:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
     )
     running = Stack(process, http_port, grpc_port)
-    lines: queue.Queue[str | None] = queue.Queue()
 
     def pump() -> None:
         assert process.stdout is not None
         for line in process.stdout:
             running.log.append(line.rstrip())
-            lines.put(line)
-        lines.put(None)
 
-    threading.Thread(target=pump, daemon=True).start()
+    pumping = threading.Thread(target=pump, daemon=True)
+    pumping.start()
     try:
-        _wait_ready(running, lines)
+        _wait_ready(running)
         yield running
     finally:
+        running.close()
         process.send_signal(signal.SIGINT)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
+        pumping.join()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
-def _wait_ready(running: Stack, lines: queue.Queue[str | None]) -> None:
-    import urllib.request
-
+def _wait_ready(running: Stack) -> None:
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:
         if running.process.poll() is not None:

@@ -32,7 +32,7 @@ def start(url: str, *flags: str) -> subprocess.Popen[str]:
 def test_history_and_commands(rest: FakeRest) -> None:
     chat = start(rest.url, "--system=Be brief.", "--no-draft")
     lines = "one\n/stats\ntwo\n/reset\n/stats\nthree\n/what\nfail\n/exit\nnever\n"
-    out, err = chat.communicate(lines, timeout=20)
+    out, err = chat.communicate(lines, timeout=90)
     assert (chat.returncode, err) == (0, "")
     asked = [[m["content"] for m in body["messages"]] for _, body in rest.bodies]
     said = "w0 w1 w2 w3 w4 "
@@ -60,7 +60,7 @@ def test_ctrl_c_stops_the_answer_only(rest: FakeRest) -> None:
         shown += chat.stdout.read(1)
     rest.words = 2
     chat.send_signal(signal.SIGINT)
-    out, err = chat.communicate("two\n", timeout=20)
+    out, err = chat.communicate("two\n", timeout=90)
     assert (chat.returncode, err) == (0, "")
     assert "[stopped]" in out
     [_, (_, body)] = rest.bodies
