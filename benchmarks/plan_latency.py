@@ -1,7 +1,7 @@
 """How long is a result on the gateway before the next plan leaves, while long prompts arrive?
 
 Fakes (5 ms verify, 1 ms draft), the real gateway process, 16 clients that stream over REST, and
-prompts of about 6,000 tokens as text, one after the other. The latency is the scheduler's own:
+a prompt of about 6,000 tokens as text every second. The latency is the scheduler's own:
 StepDone in, Plan out, of the last 4,096 steps.
 
     python -m benchmarks.plan_latency --tokenizer FOLDER --out benchmarks/results/plan_latency.json
@@ -16,13 +16,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gateway_rate import VOCAB, prompt, served
+from benchmarks.gateway_rate import VOCAB, rest_stream, served
 from benchmarks.stack import machine, save
 from slipstream.cli.client import COMPLETIONS, Options, ask, client, completion_body, model_name
 
 STREAMS = 16
 WORDS = 6000  # about a token each
 WARM_S, MEASURE_S = 2.0, 12.0
+PAUSE_S = 1.0
 
 
 def long_prompt(index: int) -> str:
@@ -37,19 +38,17 @@ async def quantiles(http: Any) -> dict[str, float]:
     return {f"p{100 * float(q):g}_ms": round(1e3 * float(value), 3) for q, value in found}
 
 
-async def drive(url: str, long: bool) -> dict[str, Any]:
-    """16 streams without a pause; with `long`, long prompts arrive beside them."""
+async def drive(address: str, long: bool) -> dict[str, Any]:
+    """16 streams without a pause; with `long`, a long prompt arrives every second beside them."""
     stop = time.monotonic() + WARM_S + MEASURE_S
     sent = 0
-    async with client(url, 64) as http:
+    async with client(f"http://{address}", 64) as http:
         model = await model_name(http)
 
         async def stream(index: int) -> int:
             tokens = 0
-            options = Options(model=model, max_tokens=1500, temperature=0.0)
             while time.monotonic() < stop:
-                body = {**completion_body(prompt(index), options), "ignore_eos": True}
-                tokens += (await ask(http, COMPLETIONS, body)).tokens
+                tokens += (await rest_stream(address, index, 1500)).tokens
             return tokens
 
         async def arrive() -> None:
@@ -58,6 +57,7 @@ async def drive(url: str, long: bool) -> dict[str, Any]:
             while long and time.monotonic() < stop:
                 await ask(http, COMPLETIONS, completion_body(long_prompt(sent), options))
                 sent += 1
+                await asyncio.sleep(PAUSE_S)
 
         began = time.perf_counter()
         *tokens, _ = await asyncio.gather(*(stream(i) for i in range(STREAMS)), arrive())
@@ -87,7 +87,7 @@ def main() -> None:
             ) as gateway,
         ):
             name = "with long prompts" if long else "streams alone"
-            result[name] = asyncio.run(drive(f"http://{gateway.ready['http']}", long))
+            result[name] = asyncio.run(drive(gateway.ready["http"], long))
             print(f"{name}: {result[name]}", flush=True)
     save(args.out, result)
 
