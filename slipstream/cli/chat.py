@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -116,6 +117,8 @@ def figures(answer: Answer | None) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the chat; the exit status is 1 when the gateway cannot be reached, 2 for bad options."""
+    # A shell starts what it runs in the background with the signal ignored, and Python keeps that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         settings = parse(ChatSettings, argv)
         chat = Chat(settings, settings.model or asyncio.run(_model(settings.url)))
