@@ -112,22 +112,11 @@ def encode(event: Event) -> draft_pb2.DraftEvent:
             )
             return draft_pb2.DraftEvent(behind=behind)
         case Attached():
-            attached = pb.Attached(session=event.session, transport=event.transport)
-            return draft_pb2.DraftEvent(attached=attached)
+            return draft_pb2.DraftEvent(attached=event.to_proto())
         case Detached():
-            detached = pb.Detached(session=event.session, reason=event.reason)
-            return draft_pb2.DraftEvent(detached=detached)
+            return draft_pb2.DraftEvent(detached=event.to_proto())
         case Rejected():
-            rejected = pb.Rejected(
-                command=event.command,
-                slot=event.slot,
-                epoch=event.epoch,
-                code=event.code,
-                reason=event.reason,
-                step=event.step,
-                session=event.session,
-            )
-            return draft_pb2.DraftEvent(rejected=rejected)
+            return draft_pb2.DraftEvent(rejected=event.to_proto())
 
 
 def ready(

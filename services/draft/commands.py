@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slipstream.commands import Attached as Attached
+from slipstream.commands import Detach as Detach
+from slipstream.commands import Detached as Detached
+from slipstream.commands import Rejected as Rejected
+from slipstream.commands import Release as Release
 from slipstream.tree import TreeSpec
-from slipstream.v1 import common_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,30 +51,12 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """A slot is free again."""
-
-    number: int
-    slot: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
 class Attach:
     """A target will connect under this session."""
 
     number: int
     session: int
     first_step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Detach:
-    """A session ends."""
-
-    number: int
-    session: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +70,6 @@ class Malformed:
 
 
 Command = Admit | Plan | Release | Attach | Detach | Malformed
-
-
-@dataclass(frozen=True, slots=True)
-class Attached:
-    """The session is connected."""
-
-    session: int
-    transport: str
-
-
-@dataclass(frozen=True, slots=True)
-class Detached:
-    """The session ended."""
-
-    session: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +91,6 @@ class Behind:
     epoch: int
     rows: int
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """A command, or one entry of a plan, was refused."""
-
-    command: int
-    code: pb.RejectCode.ValueType
-    reason: str
-    slot: int = 0
-    epoch: int = 0
-    step: int = 0
-    session: int = 0
 
 
 Event = Attached | Detached | Live | Behind | Rejected

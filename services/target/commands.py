@@ -8,6 +8,11 @@ from enum import Enum, StrEnum
 from typing import TypeAlias
 
 from services.target.runner import EntryResult, SlotAdmit
+from slipstream.commands import Attached as Attached
+from slipstream.commands import Detach as Detach
+from slipstream.commands import Detached as Detached
+from slipstream.commands import Rejected as Rejected
+from slipstream.commands import Release as Release
 from slipstream.v1 import common_pb2
 
 Reject: TypeAlias = "common_pb2.RejectCode.ValueType"
@@ -58,15 +63,6 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """Frees a slot."""
-
-    number: int
-    slot: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
 class Attach:
     """Connects a session with the draft at `address`."""
 
@@ -74,15 +70,6 @@ class Attach:
     session: int
     first_step: int
     address: str
-
-
-@dataclass(frozen=True, slots=True)
-class Detach:
-    """Ends a session."""
-
-    number: int
-    session: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,35 +131,6 @@ class StepDone:
     entries: Sequence[EntryDone]
     free_pages: int
     times: Times
-
-
-@dataclass(frozen=True, slots=True)
-class Attached:
-    """A session is connected."""
-
-    session: int
-    transport: str
-
-
-@dataclass(frozen=True, slots=True)
-class Detached:
-    """A session ended on this side."""
-
-    session: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """A command, or one entry of a plan, was refused."""
-
-    command: int
-    code: Reject
-    reason: str
-    slot: int = 0
-    epoch: int = 0
-    step: int = 0
-    session: int = 0
 
 
 Event = Ready | StepDone | Attached | Detached | Rejected

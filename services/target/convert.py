@@ -109,25 +109,11 @@ def event_message(event: Event, spec: TargetSpec) -> target_pb2.TargetEvent:
         case StepDone():
             return target_pb2.TargetEvent(step_done=_step_done(event))
         case Rejected():
-            return target_pb2.TargetEvent(
-                rejected=common_pb2.Rejected(
-                    command=event.command,
-                    slot=event.slot,
-                    epoch=event.epoch,
-                    code=event.code,
-                    reason=event.reason,
-                    step=event.step,
-                    session=event.session,
-                )
-            )
+            return target_pb2.TargetEvent(rejected=event.to_proto())
         case Attached():
-            return target_pb2.TargetEvent(
-                attached=common_pb2.Attached(session=event.session, transport=event.transport)
-            )
+            return target_pb2.TargetEvent(attached=event.to_proto())
         case Detached():
-            return target_pb2.TargetEvent(
-                detached=common_pb2.Detached(session=event.session, reason=event.reason)
-            )
+            return target_pb2.TargetEvent(detached=event.to_proto())
         case Ready():
             return target_pb2.TargetEvent(ready=_ready(event, spec))
 
