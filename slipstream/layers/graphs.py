@@ -1,0 +1,84 @@
+"""CUDA graphs: work that is launched once, recorded, and replayed with one call from then on.
+
+Nobody else knows that there are graphs: what `capture` returns is called like the function that it
+was given. Without graphs (on a CPU, or switched off) it is that function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+Work = Callable[[], None]
+
+
+class Graphs:
+    """Captures work of one stream; all graphs share one pool of memory.
+
+    Sharing is sound because replays run one after the other on `stream` and nothing passes from one
+    graph to the next except through buffers that were allocated outside of them.
+
+    Attributes:
+        stream: what `on_stream` makes current; None on a CPU.
+        captured: graphs made so far.
+    """
+
+    def __init__(self, device: torch.device, enabled: bool = True) -> None:
+        self.device = device
+        self.enabled = enabled and device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.captured = 0
+        self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Makes `stream` current: for captures, replays and everything between them."""
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            yield
+
+    def capture(self, work: Work) -> Work:
+        """Runs `work` once, which loads and compiles all it needs, then records it.
+
+        `work` must read and write fixed addresses, and must not look at what it computes.
+        """
+        with self.on_stream():
+            work()
+            if not self.enabled:
+                return work
+            assert self.stream is not None
+            self.stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
+                work()
+            self.captured += 1
+            graph.replay()  # the first replay uploads it
+            self.stream.synchronize()
+        return graph.replay
+
+
+def buckets(most: int, steps: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Sizes that work is padded to: powers of two and their half-way points from 32 on, and `most`.
+
+    `steps` are sizes that must be among them; larger ones than `most` are left out.
+    """
+    sizes = {most, *(step for step in steps if step < most)}
+    size = 1
+    while size < most:
+        sizes.add(size)
+        if size >= 32 and size * 3 // 2 < most:
+            sizes.add(size * 3 // 2)
+        size *= 2
+    return tuple(sorted(sizes))
+
+
+def bucket_of(sizes: tuple[int, ...], count: int) -> int:
+    """The smallest of `sizes` (ascending) that holds `count`. Raises ValueError when none does."""
+    for size in sizes:
+        if size >= count:
+            return size
+    raise ValueError(f"{count} is more than the largest bucket, {sizes[-1]}")

@@ -1,0 +1,105 @@
+"""Fixed buffers between host and device: copies that nobody waits for before they must.
+
+A copy reads its host buffer after the call returned. So host buffers are pinned rings, and one is
+handed out again only when its last copy has finished.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+RING = 3
+"""Host buffers of each kind: more than the steps in flight."""
+
+Host = npt.NDArray[Any]
+
+
+class _Slot:
+    """One pinned buffer and the end of its last copy."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        self.event = torch.cuda.Event() if device.type == "cuda" else None
+        self.array: Host = (
+            self.tensor.view(torch.uint8) if dtype == torch.bfloat16 else self.tensor
+        ).numpy()
+
+    def recorded(self) -> None:
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class Upload:
+    """Host data to a device buffer of fixed address.
+
+    Attributes:
+        device: the buffer; its content is that of the last `send` in stream order.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.device = torch.zeros(shape, dtype=dtype, device=device)
+        self._ring = [_Slot(shape, dtype, device) for _ in range(RING)]
+        self._next = 0
+
+    def host(self) -> Host:
+        """A host array to fill before `send`; bf16 shows as bytes. Waits if all are in flight."""
+        slot = self._ring[self._next]
+        slot.wait()
+        return slot.array
+
+    def send(self, count: int | None = None) -> Tensor:
+        """Starts the copy of the first `count` elements along dimension 0 (None: all)."""
+        slot = self._ring[self._next]
+        self._next = (self._next + 1) % RING
+        end = self.device.shape[0] if count is None else count
+        self.device[:end].copy_(slot.tensor[:end], non_blocking=True)
+        slot.recorded()
+        return self.device
+
+
+class Readback:
+    """Device data to the host."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._ring = [_Slot(shape, dtype, device) for _ in range(RING)]
+        self._next = 0
+        self._pending = self._ring[0]
+
+    def start(self, source: Tensor) -> None:
+        """Starts the copy of `source`, the beginning of a buffer of this shape."""
+        slot = self._pending = self._ring[self._next]
+        self._next = (self._next + 1) % RING
+        slot.tensor[: source.shape[0]].copy_(source, non_blocking=True)
+        slot.recorded()
+
+    def wait(self) -> Host:
+        """The host array of the last `start`, once its copy has finished.
+
+        Valid until RING further starts; bf16 shows as bytes.
+        """
+        self._pending.wait()
+        return self._pending.array
+
+
+def packed(parts: dict[str, int]) -> tuple[dict[str, slice], int]:
+    """Where each part of a packed int32 buffer lies, 16-byte aligned, and the buffer's length."""
+    spans: dict[str, slice] = {}
+    at = 0
+    for name, size in parts.items():
+        spans[name] = slice(at, at + size)
+        at += -(-size // 4) * 4
+    return spans, at
+
+
+def int32(array: npt.ArrayLike) -> npt.NDArray[np.int32]:
+    """`array` as int32."""
+    return np.asarray(array, dtype=np.int32)
