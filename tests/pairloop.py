@@ -107,7 +107,12 @@ class PairLoop:
             trees = dict(zip(live, self.context.draft(wanted), strict=True))
         entries = [
             DecodeEntry(
-                slot, rows[slot].start, rows[slot].tokens[-1], trees.get(slot), self._pages(slot)
+                slot,
+                rows[slot].start,
+                rows[slot].tokens[-1],
+                len(trees[slot]) if slot in trees else 1,
+                (trees[slot].tokens, trees[slot].parents) if slot in trees else None,
+                self._pages(slot),
             )
             for slot in live
         ]

@@ -113,14 +113,17 @@ class ModelRunner:
         for entry in entries:
             slot = self._slots[entry.slot]
             slot.pages = entry.pages
-            tree = entry.tree or Tree([entry.anchor], [-1], [0])
+            tree = entry.tree(self.spec.vocab_size)
             requests.append(Verify(slot.sampler, tree, entry.start, len(ids)))
             ids += tree.tokens
             positions += [entry.start + depth for depth in tree.depths]
         batch = RowBatch.build(
             [len(request.tree) for request in requests],
             [entry.start for entry in entries],
-            [self._used(e.pages, e.start + e.nodes) for e in entries],
+            [
+                self._used(entry.pages, entry.start + len(request.tree))
+                for entry, request in zip(entries, requests, strict=True)
+            ],
             positions=positions,
             ancestors=_ancestors(requests),
         )

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from slipstream.params import SamplingParams
-from slipstream.tree import Tree
+from slipstream.tree import Tree, repair
 
 
 class Finish(StrEnum):
@@ -102,20 +102,27 @@ class PrefillEntry:
 class DecodeEntry:
     """One slot of a decode step; `anchor` sits at position `start`, its KV slot.
 
-    `tree` is None for plain decode; otherwise its node 0 is the anchor, and the slot's pages hold
-    start + len(tree) positions.
+    `proposed` is what a peer wrote, tokens and parents, and may be anything: the runner repairs it
+    to a tree of at most `nodes` nodes; None is plain decode. The slot's pages hold start + nodes
+    positions.
     """
 
     slot: int
     start: int
     anchor: int
-    tree: Tree | None
+    nodes: int
+    proposed: tuple[Sequence[int], Sequence[int]] | None
     pages: Sequence[int]
 
     @property
-    def nodes(self) -> int:
-        """Rows of this slot in the step."""
-        return 1 if self.tree is None else len(self.tree)
+    def rows(self) -> int:
+        """Most rows of this slot in the step."""
+        return 1 if self.proposed is None else self.nodes
+
+    def tree(self, vocab_size: int) -> Tree:
+        """The tree to verify; its node 0 is the anchor."""
+        tokens, parents = self.proposed or ((), ())
+        return repair(tokens, parents, nodes=self.nodes, vocab_size=vocab_size, anchor=self.anchor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,6 @@ from services.target.runner import (
 from services.target.session import Sessions
 from services.target.slots import Refused, Slot, SlotTable
 from slipstream.handoff.base import ContextMessage, ContextRecord, ProposedTree
-from slipstream.tree import Tree, repair
 from slipstream.v1 import common_pb2 as pb
 
 _NOTHING = EntryResult()
@@ -227,26 +226,12 @@ class Steps:
             [
                 DecodeEntry(
                     j.slot.number, j.slot.start, j.slot.anchor,
-                    self._tree(j, trees.get((j.slot.number, j.slot.epoch))),
+                    j.entry.nodes, _proposed(j, trees.get((j.slot.number, j.slot.epoch))),
                     j.slot.table.pages,
                 )
                 for j in jobs
             ]
         )  # fmt: skip
-
-    def _tree(self, job: _Job, proposed: ProposedTree | None) -> Tree | None:
-        """What the peer wrote, made safe; None when the root alone is left."""
-        nodes = job.entry.nodes
-        if proposed is None or nodes == 1:
-            return None
-        tree = repair(
-            proposed.tokens,
-            proposed.parents,
-            nodes=nodes,
-            vocab_size=self._spec.vocab_size,
-            anchor=job.slot.anchor,
-        )
-        return tree if len(tree) > 1 else None
 
     def _publish(self, plan: Plan, jobs: Sequence[_Job]) -> None:
         """One context message for the step, empty if there is nothing to say."""
@@ -276,6 +261,13 @@ _CHECKS: dict[StepKind, _Check] = {
     StepKind.DECODE: Steps._check_decode,
     StepKind.UNKNOWN: Steps._check_unknown,
 }
+
+
+def _proposed(job: _Job, tree: ProposedTree | None) -> tuple[Sequence[int], Sequence[int]] | None:
+    """What the peer wrote; None when nothing of it can be verified."""
+    if tree is None or job.entry.nodes == 1 or len(tree.tokens) < 2:
+        return None
+    return tree.tokens, tree.parents
 
 
 def _covers(entry: PlanEntry, positions: int) -> None:

@@ -103,8 +103,12 @@ def _room(pool: PagePool, tables: Sequence[BlockTable], positions: int) -> bool:
 
 def _time(runner: TargetRunner, tables: Sequence[BlockTable], prefix: int, rows: int) -> int:
     """Shortest of two runs of one step, in ns, after one that is not counted."""
-    tree = _tree(rows, runner.spec.vocab_size) if rows > 1 else None
-    entries = [DecodeEntry(slot, prefix, 1, tree, table.pages) for slot, table in enumerate(tables)]
+    tree = _tree(rows, runner.spec.vocab_size)
+    proposed = (tree.tokens, tree.parents) if rows > 1 else None
+    entries = [
+        DecodeEntry(slot, prefix, 1, rows, proposed, table.pages)
+        for slot, table in enumerate(tables)
+    ]
     times: list[int] = []
     for _ in range(3):
         began = time.perf_counter_ns()

@@ -28,7 +28,8 @@ class Graphs:
     def __init__(self, device: torch.device, enabled: bool = True) -> None:
         self.device = device
         self.enabled = enabled and device.type == "cuda"
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        cuda = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
         self.captured = 0
         self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
 

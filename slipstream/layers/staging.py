@@ -24,7 +24,7 @@ class _Slot:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
-        self.event = torch.cuda.Event() if device.type == "cuda" else None
+        self.event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.array: Host = (
             self.tensor.view(torch.uint8) if dtype == torch.bfloat16 else self.tensor
         ).numpy()

@@ -167,7 +167,7 @@ class FakeTargetRunner:
         return results
 
     def decode(self, entries: Sequence[DecodeEntry]) -> list[EntryResult]:
-        rows = sum(e.nodes for e in entries)
+        rows = sum(e.rows for e in entries)
         began = self._begin("decode", len(entries), rows)
         results = [self._decode(self._slots[e.slot], e) for e in entries]
         self._end(began, self._step_s + rows * self._row_s)
@@ -177,7 +177,7 @@ class FakeTargetRunner:
         assert entry.start == slot.rows == len(slot.tokens) - 1
         assert entry.anchor == slot.tokens[-1]
         slot.table = list(entry.pages)
-        tree = entry.tree or Tree([entry.anchor], [-1], [0])
+        tree = entry.tree(self.spec.vocab_size)
         tree.validate()
         assert tree.tokens[0] == entry.anchor
         self._verify(slot)
