@@ -15,7 +15,7 @@ from slipstream.errors import ConfigError
 from slipstream.layers.linear import Linear
 from slipstream.layers.norm import RMSNorm
 from slipstream.layers.rope import Rope
-from slipstream.models.checkpoint import Checkpoint, Weights
+from slipstream.models.checkpoint import Checkpoint, Opener, TensorSource, Weights
 from slipstream.models.config import ModelConfig, load_config
 from slipstream.models.decoder import Attend, DecoderLayer
 
@@ -45,21 +45,28 @@ class Vocabulary:
     size: int
 
     @classmethod
-    def load(cls, folder: Path, dtype: torch.dtype, device: torch.device | str) -> Vocabulary:
+    def load(
+        cls,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        open_tensors: Opener = Checkpoint.open,
+    ) -> Vocabulary:
         """Reads only these tensors of a target's folder."""
-        checkpoint = Checkpoint.open(folder)
-        return cls.take(load_config(folder), checkpoint, Weights(checkpoint, dtype, device))
+        source = open_tensors(folder)
+        return cls.take(load_config(folder), source, Weights(source, dtype, device))
 
     @classmethod
-    def take(cls, config: ModelConfig, checkpoint: Checkpoint, weights: Weights) -> Vocabulary:
+    def take(cls, config: ModelConfig, source: TensorSource, weights: Weights) -> Vocabulary:
         """Raises ConfigError when a matrix has fewer rows than the vocabulary."""
-        embedding, head = vocabulary_names(config, checkpoint)
+        embedding, head = vocabulary_names(config, source)
         matrices = {}
         for name in {embedding, head}:
-            rows, hidden = checkpoint.shape(name)
+            rows = source.shape(name)[0]
             if rows < config.vocab_size:
                 raise ConfigError(
-                    f"{checkpoint.folder}: {name!r} has {rows} rows, fewer than vocab_size"
+                    f"{source.folder}: {name!r} has {rows} rows, fewer than vocab_size"
                     f" {config.vocab_size}"
                 )
             matrices[name] = weights(name, rows, config.hidden_size)
@@ -76,14 +83,14 @@ class Vocabulary:
         return self.head(hidden).float()
 
 
-def vocabulary_names(config: ModelConfig, checkpoint: Checkpoint) -> tuple[str, str]:
+def vocabulary_names(config: ModelConfig, source: TensorSource) -> tuple[str, str]:
     """Stored names of embedding and head: the same for a tied target."""
     embedding = "model.embed_tokens.weight"
     if config.tie_word_embeddings:
         return embedding, embedding
-    if "lm_head.weight" not in checkpoint.names:
+    if "lm_head.weight" not in source.names:
         raise ConfigError(
-            f"{checkpoint.folder}: tie_word_embeddings is false, but there is no 'lm_head.weight'"
+            f"{source.folder}: tie_word_embeddings is false, but there is no 'lm_head.weight'"
         )
     return embedding, "lm_head.weight"
 
@@ -110,18 +117,20 @@ class CausalLM:
         device: torch.device | str = "cpu",
         *,
         max_len: int | None = None,
+        open_tensors: Opener = Checkpoint.open,
     ) -> CausalLM:
         """Loads a Hugging Face folder.
 
         Args:
             max_len: positions that will be served, for RoPE types that depend on it.
+            open_tensors: where the weights come from.
 
         Raises ConfigError naming what is missing, superfluous, or of another shape.
         """
-        config, checkpoint = load_config(folder), Checkpoint.open(folder)
-        weights = Weights(checkpoint, dtype, device)
+        config, source = load_config(folder), open_tensors(folder)
+        weights = Weights(source, dtype, device)
         rope = Rope(config.rope, device, max_len)
-        vocabulary = Vocabulary.take(config, checkpoint, weights)
+        vocabulary = Vocabulary.take(config, source, weights)
         layers = [
             DecoderLayer(i, config, weights, f"model.layers.{i}.", rope)
             for i in range(config.num_layers)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +19,33 @@ from slipstream.models.config import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _CHUNK = 1 << 22
+
+
+class TensorSource(Protocol):
+    """Where a model's tensors come from; `folder` is named in errors."""
+
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def names(self) -> frozenset[str]: ...
+
+    def tensor(
+        self, name: str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        """A tensor on the device, in `dtype`. Raises ConfigError when there is none."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Its shape, without reading it."""
+        ...
+
+    def fingerprint(self, name: str) -> str:
+        """Hex digits that two processes agree on exactly when their tensors are the same."""
+        ...
+
+
+Opener = Callable[[Path], TensorSource]
+"""From a model's folder to its tensors. Raises ConfigError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +84,16 @@ class Checkpoint:
         """Stored names of all tensors."""
         return frozenset(self.files)
 
-    def tensor(self, name: str) -> Tensor:
-        """The tensor as stored. Raises ConfigError naming it when it is not there."""
-        with safe_open(self._file(name), "pt") as file:
+    def tensor(
+        self, name: str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        """The tensor, in the stored type without `dtype`, read straight to the device.
+
+        Raises ConfigError naming it when it is not there.
+        """
+        with safe_open(self._file(name), "pt", device=str(device)) as file:
             tensor: Tensor = file.get_tensor(name)
-        return tensor
+        return tensor if dtype is None else tensor.to(dtype)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Its shape, without reading it."""
@@ -87,47 +119,45 @@ class Checkpoint:
 
 
 class Weights:
-    """Takes tensors out of a checkpoint, checks their shapes, and remembers what was taken."""
+    """Takes tensors out of a source, checks their shapes, and remembers what was taken."""
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        source: TensorSource,
         dtype: torch.dtype,
         device: torch.device | str,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         """`aliases` maps the names asked for to stored ones that differ."""
-        self._checkpoint, self._dtype, self._device = checkpoint, dtype, device
+        self._source, self._dtype, self._device = source, dtype, device
         self._aliases = aliases or {}
         self._taken: set[str] = set()
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         """Tensor `name` in the wanted type, on the device. Raises ConfigError on another shape."""
         stored = self._aliases.get(name, name)
-        tensor = self._checkpoint.tensor(stored)
-        if tuple(tensor.shape) != shape:
+        found = self._source.shape(stored)
+        if found != shape:
             raise ConfigError(
-                f"{self._checkpoint.folder}: tensor {stored!r} has shape {list(tensor.shape)},"
+                f"{self._source.folder}: tensor {stored!r} has shape {list(found)},"
                 f" the config asks for {list(shape)}"
             )
         self._taken.add(stored)
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return self._source.tensor(stored, self._dtype, self._device)
 
     def skip(self, *names: str) -> None:
         """Counts tensors that another part reads as taken. Raises ConfigError if one is missing."""
         for name in names:
             stored = self._aliases.get(name, name)
-            self._checkpoint.shape(stored)
+            self._source.shape(stored)
             self._taken.add(stored)
 
     def check_all_taken(self, ignore: Sequence[str] = ()) -> None:
         """Raises ConfigError naming a tensor that nobody asked for: it would change the model."""
-        left = sorted(
-            n for n in self._checkpoint.names - self._taken if not n.endswith(tuple(ignore))
-        )
+        left = sorted(n for n in self._source.names - self._taken if not n.endswith(tuple(ignore)))
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            raise ConfigError(f"{self._checkpoint.folder}: unknown tensor {left[0]!r}{more}")
+            raise ConfigError(f"{self._source.folder}: unknown tensor {left[0]!r}{more}")
 
 
 def _names(path: Path) -> list[str]:

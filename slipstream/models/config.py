@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError
-from slipstream.layers.rope import RopeConfig, read_rope
+from slipstream.layers.rope_config import RopeConfig, read_rope
 
 log = logging.getLogger(__name__)
 

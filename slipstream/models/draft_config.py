@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError
-from slipstream.layers.rope import RopeConfig, read_rope
+from slipstream.layers.rope_config import RopeConfig, read_rope
 from slipstream.models.config import Reader, read_json, read_layer_types
 from slipstream.wire import MAX_NODES
 

@@ -17,7 +17,7 @@ from slipstream.layers.linear import Linear
 from slipstream.layers.norm import RMSNorm
 from slipstream.layers.rope import Rope
 from slipstream.models.causal_lm import Vocabulary
-from slipstream.models.checkpoint import Checkpoint, Weights
+from slipstream.models.checkpoint import Checkpoint, Opener, Weights
 from slipstream.models.config import load_config
 from slipstream.models.decoder import Attend, DecoderLayer
 from slipstream.models.draft_config import (
@@ -30,9 +30,11 @@ from slipstream.models.draft_config import (
 from slipstream.models.pair import check_pair
 
 
-def _open(folder: Path, dtype: torch.dtype, device: torch.device | str) -> Weights:
-    checkpoint = Checkpoint.open(folder)
-    return Weights(checkpoint, dtype, device, stored_names(checkpoint.names))
+def _open(
+    folder: Path, dtype: torch.dtype, device: torch.device | str, open_tensors: Opener
+) -> Weights:
+    source = open_tensors(folder)
+    return Weights(source, dtype, device, stored_names(source.names))
 
 
 class ContextProjector:
@@ -43,11 +45,16 @@ class ContextProjector:
 
     @classmethod
     def load(
-        cls, draft_folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
+        cls,
+        draft_folder: Path,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        *,
+        open_tensors: Opener = Checkpoint.open,
     ) -> ContextProjector:
         """Raises ConfigError when the tensors do not fit the config."""
         config = load_draft_config(draft_folder)
-        weights = _open(draft_folder, dtype, device)
+        weights = _open(draft_folder, dtype, device, open_tensors)
         width = len(config.target_layer_ids) * config.target_hidden_size
         fc = Linear(weights(FC, config.hidden_size, width))
         norm = RMSNorm(weights(HIDDEN_NORM, config.hidden_size), config.rms_norm_eps)
@@ -86,18 +93,20 @@ class DraftHead:
         device: torch.device | str = "cpu",
         *,
         max_len: int | None = None,
+        open_tensors: Opener = Checkpoint.open,
     ) -> DraftHead:
         """Loads the head, and embedding and LM head of its target.
 
         Args:
             max_len: positions that will be served, for RoPE types that depend on it.
+            open_tensors: where the weights of both come from.
 
         Raises ConfigError on a missing, unknown or misshapen tensor; PairError when the two do not
         fit each other.
         """
         config = load_draft_config(draft_folder)
         check_pair(load_config(target_folder), config)
-        weights = _open(draft_folder, dtype, device)
+        weights = _open(draft_folder, dtype, device, open_tensors)
         rope = Rope(config.rope, device, max_len)
         layers = [
             DecoderLayer(i, config, weights, f"layers.{i}.", rope) for i in range(config.num_layers)
@@ -106,7 +115,7 @@ class DraftHead:
         context, context_norm = _context(config, weights)
         weights.skip(FC, HIDDEN_NORM)  # the target's part
         weights.check_all_taken()
-        vocabulary = Vocabulary.load(target_folder, dtype, device)
+        vocabulary = Vocabulary.load(target_folder, dtype, device, open_tensors=open_tensors)
         return cls(config, vocabulary, layers, norm, rope, context, context_norm)
 
     @torch.inference_mode()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from slipstream.errors import PairError
 from slipstream.models.causal_lm import vocabulary_names
-from slipstream.models.checkpoint import Checkpoint
+from slipstream.models.checkpoint import Checkpoint, Opener
 from slipstream.models.config import ModelConfig, load_config
 from slipstream.models.draft_config import FC, HIDDEN_NORM, DraftConfig, stored_names
 
@@ -44,17 +44,19 @@ def check_pair(target: ModelConfig, draft: DraftConfig) -> None:
         )
 
 
-def fingerprints(target_folder: Path, draft_folder: Path | None) -> dict[str, str]:
+def fingerprints(
+    target_folder: Path, draft_folder: Path | None, *, open_tensors: Opener = Checkpoint.open
+) -> dict[str, str]:
     """SHA-256 of the stored bytes of what both servers must share.
 
     Keys: embedding, lm_head (the embedding's when tied) and, with a draft, fc and hidden_norm.
     """
-    checkpoint = Checkpoint.open(target_folder)
-    embedding, head = vocabulary_names(load_config(target_folder), checkpoint)
-    prints = {"embedding": checkpoint.fingerprint(embedding)}
-    prints["lm_head"] = prints["embedding"] if head == embedding else checkpoint.fingerprint(head)
+    target = open_tensors(target_folder)
+    embedding, head = vocabulary_names(load_config(target_folder), target)
+    prints = {"embedding": target.fingerprint(embedding)}
+    prints["lm_head"] = prints["embedding"] if head == embedding else target.fingerprint(head)
     if draft_folder is not None:
-        draft = Checkpoint.open(draft_folder)
+        draft = open_tensors(draft_folder)
         names = stored_names(draft.names)
         for key, name in (("fc", FC), ("hidden_norm", HIDDEN_NORM)):
             prints[key] = draft.fingerprint(names.get(name, name))

@@ -2,34 +2,100 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slipstream.errors import ConfigError
 from slipstream.layers.rope import Rope
 from slipstream.models.checkpoint import SINGLE
-from slipstream.models.config import load_config
-from slipstream.models.decoder import DecoderLayer, Shape
+from slipstream.models.config import load_config, read_json
+from slipstream.models.decoder import DecoderLayer, Shape, Take
 from slipstream.models.draft_config import FC, HIDDEN_NORM, load_draft_config
 
 
-class _Maker:
-    """Stands in for a checkpoint: makes each tensor it is asked for, and keeps it."""
+@dataclass(frozen=True, slots=True)
+class RandomTensors:
+    """A `TensorSource` that makes every tensor when it is asked for, where it is wanted.
 
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
-        self.made: dict[str, Tensor] = {}
-        self._dtype = dtype
-        self._random = torch.Generator().manual_seed(seed)
+    Matrices are normal with deviation (row length)^-1/2, norms are ones. A tensor depends on its
+    name, shape and the seed, and on type and kind of device: two processes that load the same
+    config on the same kind of device hold the same weights.
 
-    def __call__(self, name: str, *shape: int) -> Tensor:
-        tensor = torch.randn(shape, generator=self._random) * shape[-1] ** -0.5
+    Attributes:
+        folder: holds config.json; anything else there is not looked at.
+        shapes: of each tensor that the config asks for.
+    """
+
+    folder: Path
+    shapes: Mapping[str, tuple[int, ...]]
+    seed: int = 0
+
+    @classmethod
+    def open(cls, folder: Path) -> RandomTensors:
+        """Of a target's or a draft's folder. Raises ConfigError when the config is not usable."""
+        return cls(folder, tensor_shapes(folder))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self.shapes)
+
+    def tensor(
+        self, name: str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        """The tensor, made anew; `dtype` None is bf16. Raises ConfigError for an unknown name."""
+        shape = self.shape(name)
+        values = torch.empty(shape, dtype=dtype or torch.bfloat16, device=device)
         if name.endswith("norm.weight"):
-            tensor = torch.ones(shape)
-        self.made[name] = tensor.to(self._dtype)
-        return self.made[name]
+            return values.fill_(1.0)
+        generator = torch.Generator(device).manual_seed(int(self.fingerprint(name)[:15], 16))
+        return values.normal_(0.0, shape[-1] ** -0.5, generator=generator)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises ConfigError for an unknown name."""
+        if name not in self.shapes:
+            raise ConfigError(f"{self.folder}: the config asks for no tensor {name!r}")
+        return self.shapes[name]
+
+    def fingerprint(self, name: str) -> str:
+        """64 hex digits that stand for the tensor's bytes: of its name, its shape and the seed."""
+        text = f"random weights {self.seed} {name} {self.shape(name)}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that `folder`/config.json, a target's or a draft's, needs.
+
+    Raises ConfigError when it is not usable.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def take(name: str, *shape: int) -> Tensor:
+        shapes[name] = shape
+        return torch.empty(shape, device="meta")
+
+    sections = {"dflash_config", "jetspec_config"} & set(read_json(folder / "config.json"))
+    if sections:
+        draft = load_draft_config(folder)
+        _layers(draft, draft.num_layers, "layers.", take, Rope(draft.rope))
+        take(FC, draft.hidden_size, len(draft.target_layer_ids) * draft.target_hidden_size)
+        take(HIDDEN_NORM, draft.hidden_size)
+        take("norm.weight", draft.hidden_size)
+        return shapes
+    config = load_config(folder)
+    _layers(config, config.num_layers, "model.layers.", take, Rope(config.rope))
+    take("model.norm.weight", config.hidden_size)
+    take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+    if not config.tie_word_embeddings:
+        take("lm_head.weight", config.vocab_size, config.hidden_size)
+    return shapes
 
 
 def write_random_model(
@@ -42,34 +108,13 @@ def write_random_model(
     folder.mkdir(parents=True, exist_ok=True)
     if config.resolve() != (folder / "config.json").resolve():
         shutil.copyfile(config, folder / "config.json")
-    make = _Maker(dtype, seed)
-    text = (folder / "config.json").read_text()
-    if '"dflash_config"' in text or '"jetspec_config"' in text:
-        _draft(folder, make)
-    else:
-        _target(folder, make)
-    save_file(make.made, folder / SINGLE, {"format": "pt"})
+    source = RandomTensors(folder, tensor_shapes(folder), seed)
+    tensors = {name: source.tensor(name, dtype) for name in source.shapes}
+    save_file(tensors, folder / SINGLE, {"format": "pt"})
     return folder
 
 
-def _target(folder: Path, make: _Maker) -> None:
-    config = load_config(folder)
-    _layers(config, config.num_layers, "model.layers.", make, Rope(config.rope))
-    make("model.norm.weight", config.hidden_size)
-    make("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    if not config.tie_word_embeddings:
-        make("lm_head.weight", config.vocab_size, config.hidden_size)
-
-
-def _draft(folder: Path, make: _Maker) -> None:
-    config = load_draft_config(folder)
-    _layers(config, config.num_layers, "layers.", make, Rope(config.rope))
-    make(FC, config.hidden_size, len(config.target_layer_ids) * config.target_hidden_size)
-    make(HIDDEN_NORM, config.hidden_size)
-    make("norm.weight", config.hidden_size)
-
-
-def _layers(shape: Shape, count: int, prefix: str, make: _Maker, rope: Rope) -> None:
+def _layers(shape: Shape, count: int, prefix: str, take: Take, rope: Rope) -> None:
     """A layer asks for exactly the tensors that its checkpoint must hold."""
     for index in range(count):
-        DecoderLayer(index, shape, make, f"{prefix}{index}.", rope)
+        DecoderLayer(index, shape, take, f"{prefix}{index}.", rope)

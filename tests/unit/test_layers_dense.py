@@ -8,7 +8,8 @@ import torch
 from slipstream.layers.linear import Linear, can_pack
 from slipstream.layers.memory import keep_heap
 from slipstream.layers.norm import RMSNorm
-from slipstream.layers.rope import Rope, RopeConfig
+from slipstream.layers.rope import Rope
+from slipstream.layers.rope_config import RopeConfig
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
