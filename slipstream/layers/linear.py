@@ -45,6 +45,12 @@ class Linear:
             self._plain = torch.ops.mkldnn._linear_pointwise.default
             self._added = torch.ops.mkldnn._linear_pointwise.binary
 
+    @property
+    def plain(self) -> Tensor:
+        """The weight (out, in) as it was given: unpacked anew at each call when it is packed."""
+        weight: Tensor = self.weight.to_dense() if self.packed else self.weight
+        return weight
+
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x (T, in) -> (T, out), plus `residual` (T, out) if given."""
         if self.packed:
