@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.noise import int32_word
 from slipstream.tree import TreeMode, TreeSpec, candidates_needed
 
-SPEC_INTS = 8
+SPEC_INTS = 12
 """Columns of `Specs.ints`."""
 
 SPEC_REALS = 4
@@ -32,6 +33,8 @@ NEEDED = tl.constexpr(4)  # candidates that the tree reads
 LOOKED_AT = tl.constexpr(5)  # best tokens that are ranked to find them
 NOISY = tl.constexpr(6)
 CHOICE = tl.constexpr(7)
+SEED_LOW = tl.constexpr(8)
+SEED_HIGH = tl.constexpr(9)
 INTS = tl.constexpr(SPEC_INTS)
 
 # Columns of `Specs.reals`.
@@ -67,12 +70,10 @@ class Specs:
     Attributes:
         ints: (slots, SPEC_INTS) int32.
         reals: (slots, SPEC_REALS) fp64.
-        seeds: (slots,) int64, the 64 bits of the request's seed.
     """
 
     ints: Tensor
     reals: Tensor
-    seeds: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ def spec_row(
     *,
     looked_at: int,
     noisy: bool,
+    seed: int = 0,
     choice: int = 0,
     share: float = 0.0,
     most_share: float = 0.75,
@@ -101,6 +103,7 @@ def spec_row(
     """One row of `Specs.ints` and of `Specs.reals`.
 
     Args:
+        seed, choice: of the request's noise.
         looked_at: the best tokens among which a noisy request's candidates are ranked; without
             noise the candidates themselves.
         share: factor on the noise; what it adds to the mass of the tokens that draw none of it is
@@ -109,5 +112,6 @@ def spec_row(
     mode = 0 if spec.is_chain else _MODES[spec.mode]
     outside = math.lgamma(1 - min(share, most_share)) if noisy else 0.0
     needed = candidates_needed(spec)
-    ints = [mode, spec.width, spec.budget, int(spec.spine), needed, looked_at, int(noisy), choice]
+    ints = [mode, spec.width, spec.budget, int(spec.spine), needed, looked_at, int(noisy)]
+    ints += [int32_word(choice), int32_word(seed), int32_word(seed >> 32), 0, 0]
     return ints, [share if noisy else 0.0, outside, spec.beta, spec.gap0]

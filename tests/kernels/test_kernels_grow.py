@@ -77,7 +77,7 @@ def run(
         logprobs.to(device),
         found.to(device),
         Blocks(counts.to(device), fields.to(device)),
-        Specs(ints.to(device), reals.to(device), torch.zeros(slots, dtype=torch.int64)),
+        Specs(ints.to(device), reals.to(device)),
         sizes,
         nodes,
         most_nodes=most_nodes,
@@ -163,7 +163,7 @@ def test_caps_round_half_to_even(device: torch.device) -> None:
 
 def test_depths_that_have_no_candidates(device: torch.device) -> None:
     ids = [[100 * depth + rank for rank in range(RANKS)] for depth in range(4)]
-    good, none = [-0.1 - rank for rank in range(RANKS)], [math.nan] * RANKS
+    good, none = [-0.25 - rank for rank in range(RANKS)], [math.nan] * RANKS
     cases = [
         Case(
             TreeSpec(mode, 4, 32, spine=spine), [*[good] * depth, none, *[good] * 3][:4], ids, 5, 32
