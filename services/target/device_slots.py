@@ -1,0 +1,202 @@
+"""The sampling state of all slots on a device; the host writes it at admission, kernels later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from services.target.runner import SlotAdmit
+from slipstream.kernels import slot_state as columns
+from slipstream.kernels.noise import int32_word
+from slipstream.kernels.slot_state import WORDS, SlotState
+from slipstream.params import SamplingParams, fp32
+
+SamplerClass: TypeAlias = Literal["greedy", "full"]
+"""Greedy: the largest raw logit decides and nothing more is wanted of the row."""
+
+I32: TypeAlias = npt.NDArray[np.int32]
+
+_RING = 3
+"""Admissions whose copies may be in flight."""
+
+_HEAD = ("start", "anchor", "limit", "finished")
+
+
+class DeviceSlots:
+    """Device state of all slots.
+
+    Attributes:
+        state: what kernels read and write.
+        max_logprobs: most best tokens that a request may want.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        vocab_size: int,
+        max_logprobs: int = 20,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.state = SlotState.allocate(slots, vocab_size, device)
+        self.max_logprobs = max_logprobs
+        self._vocab_size = vocab_size
+        self._ring = [_Staging(vocab_size, torch.device(device)) for _ in range(_RING)]
+        self._next = 0
+        self._drawn: dict[int, _Drawn] = {}
+
+    @property
+    def start(self) -> Tensor:
+        """(slots,) int32, KV rows of each slot."""
+        return self.state.start
+
+    def admit(self, slot: int, admit: SlotAdmit) -> None:
+        """Writes the slot's state, in order with the current stream; nothing is waited for.
+
+        `start` becomes 0, the anchor the last known token. Only copies are made, no kernel is
+        launched, and tables that the request does not use are left alone. Raises ValueError when
+        more than `max_logprobs` best tokens are wanted.
+        """
+        if admit.logprobs is not None and admit.logprobs > self.max_logprobs:
+            raise ValueError(f"logprobs {admit.logprobs} is above {self.max_logprobs}")
+        params = admit.sampling
+        staging = self._ring[self._next]
+        self._next = (self._next + 1) % _RING
+        staging.wait()
+        known = [*admit.prompt_ids[-1:], *admit.output_ids[-1:]]
+        staging.head[:] = (0, known[-1] if known else 0, admit.limit, 0)
+        staging.words[:] = _words(admit)
+        for index, name in enumerate(_HEAD):
+            place: Tensor = getattr(self.state, name)
+            place[slot : slot + 1].copy_(staging.pinned_head[index : index + 1], non_blocking=True)
+        staging.send("words", self.state.words[slot])
+        if admit.stop_ids:
+            _set_bits(staging.stop_bits, admit.stop_ids, self._vocab_size)
+            staging.send("stop_bits", self.state.stop_bits[slot])
+        if params.penalised:
+            _set_bits(staging.prompt_bits, admit.prompt_ids, self._vocab_size)
+            staging.send("prompt_bits", self.state.prompt_bits[slot])
+            output = np.asarray(admit.output_ids, np.int64)
+            staging.counts[:] = np.bincount(output, minlength=self._vocab_size)
+            staging.send("counts", self.state.counts[slot])
+        if params.logit_bias:
+            staging.bias[:] = 0
+            staging.bias[list(params.logit_bias)] = list(params.logit_bias.values())
+            staging.send("bias", self.state.bias[slot])
+        staging.sent()
+        self._drawn[slot] = _Drawn.of(admit)
+
+    def release(self, slot: int) -> None:
+        """Forgets the slot's request; what the device holds of it is overwritten by the next."""
+        del self._drawn[slot]
+
+    def sampler_class(self, slot: int, position: int = 0) -> SamplerClass:
+        """What draws of the slot need from `position` on, the position that a draw decides."""
+        drawn = self._drawn[slot]
+        return "greedy" if drawn.raw and position >= drawn.banned_until else "full"
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Whether the raw logits decide, from position `banned_until` on."""
+
+    raw: bool
+    banned_until: int
+
+    @classmethod
+    def of(cls, admit: SlotAdmit) -> _Drawn:
+        params = admit.sampling
+        edited = params.penalised or bool(params.logit_bias)
+        banned = admit.stop_ids and admit.min_tokens > len(admit.output_ids)
+        return cls(
+            params.greedy and not edited and admit.logprobs is None,
+            _min_until(admit) if banned else 0,
+        )
+
+
+class _Staging:
+    """Pinned copies of one slot's rows, and the end of the last transfer from them."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+
+        def pinned(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(count, dtype=dtype, pin_memory=cuda)
+
+        bitmap = -(-vocab_size // 32)
+        self.pinned_head = pinned(len(_HEAD))
+        self._pinned = {
+            "words": pinned(WORDS),
+            "stop_bits": pinned(bitmap),
+            "prompt_bits": pinned(bitmap),
+            "counts": pinned(vocab_size),
+            "bias": pinned(vocab_size, torch.float32),
+        }
+        self.head: I32 = self.pinned_head.numpy()
+        self.words: I32 = self._pinned["words"].numpy()
+        self.stop_bits: I32 = self._pinned["stop_bits"].numpy()
+        self.prompt_bits: I32 = self._pinned["prompt_bits"].numpy()
+        self.counts: I32 = self._pinned["counts"].numpy()
+        self.bias: npt.NDArray[np.float32] = self._pinned["bias"].numpy()
+        self._event = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
+
+    def send(self, name: str, place: Tensor) -> None:
+        place.copy_(self._pinned[name], non_blocking=True)
+
+    def sent(self) -> None:
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def _min_until(admit: SlotAdmit) -> int:
+    return len(admit.prompt_ids) + admit.min_tokens
+
+
+def _words(admit: SlotAdmit) -> I32:
+    """The row of the parameter table."""
+    params = admit.sampling
+    words = np.zeros(WORDS, np.int32)
+    values = words.view(np.float32)
+    words[columns.FLAGS.value] = _flags(params, bool(admit.stop_ids))
+    values[columns.TEMPERATURE.value] = params.temperature
+    values[columns.TOP_P.value] = fp32(params.top_p)
+    words[columns.TOP_K.value] = min(params.top_k, 2**31 - 1)
+    values[columns.MIN_P_DEPTH.value] = params.min_p_depth
+    values[columns.PRESENCE.value] = params.presence_penalty
+    values[columns.FREQUENCY.value] = params.frequency_penalty
+    values[columns.REPETITION.value] = params.repetition_penalty
+    words[columns.SEED_LOW.value] = int32_word(params.seed)
+    words[columns.SEED_HIGH.value] = int32_word(params.seed >> 32)
+    words[columns.CHOICE.value] = int32_word(params.choice)
+    words[columns.MIN_UNTIL.value] = min(_min_until(admit), 2**31 - 1)
+    words[columns.LOGPROBS.value] = -1 if admit.logprobs is None else admit.logprobs
+    return words
+
+
+def _flags(params: SamplingParams, has_stops: bool) -> int:
+    flags = {
+        columns.GREEDY.value: params.greedy,
+        columns.BIASED.value: bool(params.logit_bias),
+        columns.PENALISED.value: params.penalised,
+        columns.HAS_TOP_P.value: params.top_p < 1,
+        columns.HAS_MIN_P.value: params.min_p > 0,
+        columns.HAS_STOPS.value: has_stops,
+    }
+    return sum(flag for flag, on in flags.items() if on)
+
+
+def _set_bits(words: I32, tokens: Iterable[int], vocab_size: int) -> None:
+    """Bit v % 32 of word v // 32 for every token v of the vocabulary, no other."""
+    bits = np.zeros(32 * len(words), np.uint8)
+    ids = np.fromiter(tokens, np.int64)
+    bits[ids[(ids >= 0) & (ids < vocab_size)]] = 1
+    words[:] = np.packbits(bits, bitorder="little").view("<i4")
