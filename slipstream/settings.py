@@ -7,15 +7,28 @@ settings object after start: "auto" is resolved by a function that returns a new
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
 
 from slipstream.errors import ConfigError
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+def _device(value: str) -> str:
+    if not _DEVICE.fullmatch(value):
+        raise ValueError("must be auto, cpu, cuda or cuda:N")
+    return value
+
+
+Device = Annotated[str, AfterValidator(_device)]
+"""Where a process computes: auto, cpu, cuda or cuda:N."""
 
 
 class ProcessSettings(BaseSettings):

@@ -10,41 +10,49 @@ import torch
 
 from services.draft.context_cache import ContextCache, page_dtype
 from services.draft.model_runner import ModelRunner
-from services.draft.runner import DraftSpec
+from services.draft.runner import DraftRunner, DraftSpec
 from services.draft.settings import DraftSettings
+from slipstream import accelerator
+from slipstream.accelerator import Place
+from slipstream.errors import ConfigError
 from slipstream.hardware import cores, memory
 from slipstream.layers.memory import keep_heap
 from slipstream.models import (
+    Checkpoint,
     DraftConfig,
     DraftHead,
+    ModelConfig,
+    Opener,
+    RandomTensors,
     fingerprints,
     load_config,
-    load_draft_config,
-    parse_dtype,
     read_acceptance,
     resolve_draft,
     resolve_model,
 )
+from slipstream.models.budget import draft_reserve, gib, pages_within
 
 log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 8
-"""Without --pages all sessions take at most one part in so many of its memory."""
+"""On a CPU all sessions take at most one part in so many of its memory, without --pages."""
 
 
-def load_runner(settings: DraftSettings) -> ModelRunner:
+def load_runner(settings: DraftSettings) -> DraftRunner:
     """Loads the head, and embedding and LM head of its target, and takes all memory.
 
     Raises ConfigError naming the flag, the file or the pair that is not usable.
     """
     keep_heap()
     torch.set_num_threads(settings.threads or cores())
+    place = accelerator.find_place(settings.device, settings.dtype, settings.memory_share)
+    backend = accelerator.attention_backend(place, settings.attention_backend)
+    if place.on_gpu:
+        accelerator.prepare(place)
+    open_tensors: Opener = RandomTensors.open if settings.random_weights else Checkpoint.open
     target, folder = resolve_model(settings.model), resolve_draft(settings.draft)
-    device = "cpu"
-    dtype = parse_dtype(settings.dtype, device)
-    head = DraftHead.load(folder, target, dtype, device)
-    config, window = load_draft_config(folder), load_config(target).max_position_embeddings
-    pages = settings.pages or _pages(settings, config, window, page_dtype(device, dtype))
+    head = DraftHead.load(folder, target, place.dtype, place.device, open_tensors=open_tensors)
+    config = head.config
     spec = DraftSpec(
         model=_name(settings.draft),
         block_size=config.block_size,
@@ -52,24 +60,25 @@ def load_runner(settings: DraftSettings) -> ModelRunner:
         causal=config.all_causal,
         vocab_size=config.vocab_size,
         feature_width=config.hidden_size,
-        feature_dtype=str(dtype).removeprefix("torch."),
+        feature_dtype=str(place.dtype).removeprefix("torch."),
         slots=settings.slots,
-        pages=pages,
+        pages=_pages(settings, place, load_config(target), config),
         page_size=settings.page_size,
-        fingerprints=fingerprints(target, folder),
+        fingerprints=fingerprints(target, folder, open_tensors=open_tensors),
         acceptance=tuple(read_acceptance(folder) or ()),
     )
     runner = ModelRunner(head, spec, settings.max_sessions)
     gc.collect()
     gc.freeze()  # what lives now lives on: no collection looks at it again
     log.info(
-        "%s in %s on %d threads: %d sessions of %d pages of %d positions",
+        "%s in %s on %s: %d sessions of %d pages of %d positions, attention %s",
         spec.model,
         spec.feature_dtype,
-        torch.get_num_threads(),
+        accelerator.where(place),
         settings.max_sessions,
-        pages,
+        spec.pages,
         spec.page_size,
+        backend,
     )
     return runner
 
@@ -80,15 +89,27 @@ def _name(draft: str) -> str:
     return path.resolve().name if path.is_dir() else draft
 
 
-def _pages(settings: DraftSettings, config: DraftConfig, window: int, dtype: torch.dtype) -> int:
-    """Pages of a session: every slot at its longest, within a share of its memory.
+def _pages(settings: DraftSettings, place: Place, target: ModelConfig, config: DraftConfig) -> int:
+    """Pages of a session: every slot at its longest, within what there is room for.
 
-    A draft keeps fewer bytes per token than its target, so half of the target's own default share
-    holds every token that the target can hold.
+    On a CPU: a draft keeps fewer bytes per token than its target, so half of the target's own
+    default share holds every token that the target can hold.
     """
     size = settings.page_size
-    full = settings.slots * -(-(window + config.block_size) // size)
+    full = settings.slots * -(-(target.max_position_embeddings + config.block_size) // size)
+    dtype = page_dtype(place.device, place.dtype)
     page = ContextCache.page_bytes(
         config.num_layers, size, config.num_kv_heads, config.head_dim, dtype
     )
-    return max(1, min(full, memory() // MEMORY_SHARE // settings.max_sessions // page))
+    sessions = settings.max_sessions
+    if not place.on_gpu:
+        return settings.pages or max(1, min(full, memory() // MEMORY_SHARE // sessions // page))
+    reserve = draft_reserve(target, config, place.dtype.itemsize, settings.slots)
+    held = accelerator.used(place)
+    fit = pages_within(place.share, place.total, held, page * sessions, reserve)
+    if settings.pages is not None and settings.pages > fit:
+        raise ConfigError(
+            f"--pages: {settings.pages} for {sessions} sessions are "
+            f"{gib(settings.pages * sessions * page)}, {fit} fit"
+        )
+    return settings.pages or min(full, fit)

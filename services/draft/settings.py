@@ -8,7 +8,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from slipstream.errors import ConfigError
-from slipstream.settings import ProcessSettings
+from slipstream.settings import Device, ProcessSettings
 from slipstream.tree import TreeSpec, parse_speculative_config, resolve_spec
 
 
@@ -27,7 +27,9 @@ class DraftSettings(ProcessSettings):
     handoff_address: str = Field(
         "", description="host:port where targets reach this server; default: where gateways do"
     )
-    device: Literal["auto", "cpu"] = Field("auto", description="where the head runs")
+    device: Device = Field(
+        "auto", description="auto, cpu, cuda or cuda:N; auto: a GPU where one can be used"
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="element type of the weights; auto: bfloat16 where it is computed"
     )
@@ -37,9 +39,23 @@ class DraftSettings(ProcessSettings):
         None,
         ge=1,
         description="context pages of a session; default: all slots full, within an eighth of the "
-        "memory for all sessions",
+        "memory for all sessions, on a GPU within what the weights leave of its share",
     )
     page_size: int = Field(16, ge=1, le=256, description="positions of one page")
+    attention_backend: Literal["auto", "torch", "triton"] = Field(
+        "auto", description="attention of the head; auto: triton on a GPU"
+    )
+    cuda_graphs: bool = Field(True, description="GPU: whether draft steps are CUDA graphs")
+    memory_share: float | None = Field(
+        None,
+        gt=0,
+        le=0.98,
+        description="GPU: part of its memory that this process may hold in all; default: 0.92 of "
+        "what is free",
+    )
+    random_weights: bool = Field(
+        False, description="make weights up: the model folders need no more than config.json"
+    )
     tree: Literal["chain", "top2gap", "accum_logp", "best_first"] | None = Field(
         None, description="how trees grow; default: chain at width 1, else top2gap"
     )

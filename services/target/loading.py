@@ -11,43 +11,60 @@ import torch
 
 from services.target.kv_cache import KVCache
 from services.target.model_runner import ModelRunner
-from services.target.runner import TargetSpec
+from services.target.runner import TargetRunner, TargetSpec
 from services.target.settings import TargetSettings
 from services.target.warmup import measure
+from slipstream import accelerator
+from slipstream.accelerator import Place
 from slipstream.errors import ConfigError
 from slipstream.hardware import cores, memory
 from slipstream.layers.memory import keep_heap
 from slipstream.models import (
     CausalLM,
+    Checkpoint,
     ContextProjector,
+    DraftConfig,
     ModelConfig,
+    Opener,
+    RandomTensors,
     check_pair,
     fingerprints,
     load_config,
     load_draft_config,
-    parse_dtype,
     resolve_draft,
     resolve_model,
 )
+from slipstream.models.budget import DECODE_ROWS, PREFILL_ROWS, gib, pages_within, target_reserve
 from slipstream.wire import MAX_NODES
 
 log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 4
-"""Without --pages the cache takes at most one part in so many of its memory."""
+"""On a CPU the cache takes at most one part in so many of its memory, without --pages."""
+
+CPU_PREFILL_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class _Head:
     """The target's part of a draft head; nothing of it without a draft."""
 
+    config: DraftConfig | None = None
     projector: ContextProjector | None = None
-    taps: tuple[int, ...] = ()
-    width: int = 0
     fingerprints: dict[str, str] | None = None
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.target_layer_ids if self.config else ()
+
+    @property
+    def width(self) -> int:
+        return self.config.hidden_size if self.config else 0
+
     @classmethod
-    def load(cls, draft: str, folder: Path, config: ModelConfig, dtype: torch.dtype) -> _Head:
+    def load(
+        cls, draft: str, folder: Path, config: ModelConfig, place: Place, open_tensors: Opener
+    ) -> _Head:
         """Raises ConfigError, PairError when it does not fit the target in `folder`."""
         if draft == "none":
             return cls()
@@ -55,63 +72,117 @@ class _Head:
         draft_config = load_draft_config(head)
         check_pair(config, draft_config)
         return cls(
-            ContextProjector.load(head, dtype, "cpu"),
-            tuple(draft_config.target_layer_ids),
-            draft_config.hidden_size,
-            fingerprints(folder, head),
+            draft_config,
+            ContextProjector.load(head, place.dtype, place.device, open_tensors=open_tensors),
+            fingerprints(folder, head, open_tensors=open_tensors),
         )
 
 
-def load_runner(settings: TargetSettings) -> ModelRunner:
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """What the settings leave open, decided for this machine.
+
+    Attributes:
+        decode, prefill: backends of attention.
+        prefill_rows, decode_rows: most rows of a step; `decode_rows` only counts on a GPU.
+    """
+
+    place: Place
+    decode: str
+    prefill: str
+    prefill_rows: int
+    decode_rows: int
+
+    @classmethod
+    def make(cls, settings: TargetSettings, look: accelerator.Look = accelerator.look) -> _Choices:
+        """Raises ConfigError naming the flag that this machine cannot do."""
+        place = accelerator.find_place(
+            settings.device,
+            settings.dtype,
+            settings.memory_share,
+            flashinfer=settings.prefill_attention_backend == "flashinfer",
+            look=look,
+        )
+        most = min(settings.slots * MAX_NODES, DECODE_ROWS)
+        return cls(
+            place,
+            accelerator.attention_backend(place, settings.attention_backend),
+            accelerator.prefill_backend(place, settings.prefill_attention_backend),
+            settings.max_prefill_rows or (PREFILL_ROWS if place.on_gpu else CPU_PREFILL_ROWS),
+            settings.max_decode_rows or most,
+        )
+
+
+def load_runner(settings: TargetSettings) -> TargetRunner:
     """Loads model and head, takes all memory, runs every shape once. On the engine's thread.
 
     Raises ConfigError naming the flag, the file or the pair that is not usable.
     """
     keep_heap()
     torch.set_num_threads(settings.threads or cores())
+    choices = _Choices.make(settings)
+    place = choices.place
+    if place.on_gpu:
+        accelerator.prepare(place)
+    open_tensors: Opener = RandomTensors.open if settings.random_weights else Checkpoint.open
     folder = resolve_model(settings.model)
     config = load_config(folder)
     max_len = _max_model_len(settings, config)
-    dtype = parse_dtype(settings.dtype, "cpu")
-    name = str(dtype).removeprefix("torch.")
-    head = _Head.load(settings.draft, folder, config, dtype)
-    model = CausalLM.load(folder, dtype, "cpu", max_len=max_len)
-    pages = settings.pages or _pages(settings, config, dtype, head.width, max_len)
-    spec = TargetSpec(
+    head = _Head.load(settings.draft, folder, config, place, open_tensors)
+    model = CausalLM.load(
+        folder, place.dtype, place.device, max_len=max_len, open_tensors=open_tensors
+    )
+    spec = _spec(settings, choices, config, head, max_len)
+    runner = _runner(settings, choices, model, head, spec)
+    if settings.warmup:
+        runner.spec = replace(spec, decode_costs=measure(runner))
+    gc.collect()
+    gc.freeze()  # what lives now lives on: no collection looks at it again
+    log.info(
+        "%s in %s on %s: %d pages of %d positions, %d slots, attention %s, %s in prefill",
+        spec.model, spec.dtype, accelerator.where(place), spec.pages, spec.page_size, spec.slots,
+        choices.decode, choices.prefill,
+    )  # fmt: skip
+    return runner
+
+
+def _spec(
+    settings: TargetSettings, choices: _Choices, config: ModelConfig, head: _Head, max_len: int
+) -> TargetSpec:
+    name = str(choices.place.dtype).removeprefix("torch.")
+    return TargetSpec(
         model=settings.served_name or _served_name(settings.model),
         vocab_size=config.vocab_size,
         max_model_len=max_len,
         slots=settings.slots,
-        pages=pages,
+        pages=_pages(settings, choices, config, head, max_len),
         page_size=settings.page_size,
         max_nodes=MAX_NODES,
-        max_prefill_rows=settings.max_prefill_rows,
+        max_prefill_rows=choices.prefill_rows,
         feature_width=head.width,
         feature_dtype=name,
         fingerprints=head.fingerprints or {},
         eos_ids=config.eos_ids,
         dtype=name,
     )
+
+
+def _runner(
+    settings: TargetSettings, choices: _Choices, model: CausalLM, head: _Head, spec: TargetSpec
+) -> ModelRunner:
+    config, place = model.config, choices.place
     cache = KVCache(
         layers=config.num_layers,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        pages=pages,
-        page_size=settings.page_size,
-        dtype=dtype,
+        pages=spec.pages,
+        page_size=spec.page_size,
+        dtype=place.dtype,
         feature_width=head.width,
-        feature_dtype=dtype,
+        feature_dtype=place.dtype,
+        device=place.device,
     )
-    runner = ModelRunner(model, head.projector, head.taps, spec, cache)
-    if settings.warmup:
-        runner.spec = replace(spec, decode_costs=measure(runner))
-    gc.collect()
-    gc.freeze()  # what lives now lives on: no collection looks at it again
-    log.info(
-        "%s in %s on %d threads: %d pages of %d positions, %d slots",
-        spec.model, name, torch.get_num_threads(), pages, spec.page_size, spec.slots,
-    )  # fmt: skip
-    return runner
+    return ModelRunner(model, head.projector, head.taps, spec, cache)
 
 
 def _served_name(model: str) -> str:
@@ -129,12 +200,20 @@ def _max_model_len(settings: TargetSettings, config: ModelConfig) -> int:
 
 
 def _pages(
-    settings: TargetSettings, config: ModelConfig, dtype: torch.dtype, width: int, max_len: int
+    settings: TargetSettings, choices: _Choices, config: ModelConfig, head: _Head, max_len: int
 ) -> int:
-    """Pages for every slot at its longest, within a share of its memory."""
-    full = settings.slots * -(-(max_len + MAX_NODES) // settings.page_size)
+    """Pages for every slot at its longest, within what there is room for."""
+    place = choices.place
     size = KVCache.page_bytes(
-        config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, dtype,
-        width, dtype,
+        config.num_layers, config.num_kv_heads, config.head_dim, settings.page_size, place.dtype,
+        head.width, place.dtype,
     )  # fmt: skip
-    return max(1, min(full, memory() // MEMORY_SHARE // size))
+    full = settings.slots * -(-(max_len + MAX_NODES) // settings.page_size)
+    if not place.on_gpu:
+        return settings.pages or max(1, min(full, memory() // MEMORY_SHARE // size))
+    rows = max(choices.prefill_rows, choices.decode_rows)
+    reserve = target_reserve(config, head.config, place.dtype.itemsize, rows)
+    fit = pages_within(place.share, place.total, accelerator.used(place), size, reserve)
+    if settings.pages is not None and settings.pages > fit:
+        raise ConfigError(f"--pages: {settings.pages} are {gib(settings.pages * size)}, {fit} fit")
+    return settings.pages or min(full, fit)

@@ -7,7 +7,8 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from slipstream.settings import ProcessSettings
+from slipstream.settings import Device, ProcessSettings
+from slipstream.wire import MAX_NODES
 
 
 class TargetSettings(ProcessSettings):
@@ -24,7 +25,9 @@ class TargetSettings(ProcessSettings):
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(50051, ge=0, le=65535, description="port to listen on; 0: any free one")
-    device: Literal["auto", "cpu"] = Field("auto", description="where the model runs")
+    device: Device = Field(
+        "auto", description="auto, cpu, cuda or cuda:N; auto: a GPU where one can be used"
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="element type of the weights; auto: bfloat16 where it is computed"
     )
@@ -33,10 +36,39 @@ class TargetSettings(ProcessSettings):
     )
     slots: int = Field(16, ge=1, le=1024, description="requests that run at once")
     pages: int | None = Field(
-        None, ge=1, description="KV pages; default: all slots full, within a quarter of the memory"
+        None,
+        ge=1,
+        description="KV pages; default: all slots full, within a quarter of the memory, on a GPU "
+        "within what the weights leave of its share",
     )
     page_size: int = Field(16, ge=1, le=256, description="positions of one page")
-    max_prefill_rows: int = Field(512, ge=1, description="most rows of a prefill step")
+    max_prefill_rows: int | None = Field(
+        None, ge=1, description="most rows of a prefill step; default: 512, on a GPU 2048"
+    )
+    max_decode_rows: int | None = Field(
+        None,
+        ge=MAX_NODES,
+        description="GPU: most rows of one decode graph; default: all trees full, at most 2048",
+    )
+    attention_backend: Literal["auto", "torch", "triton"] = Field(
+        "auto", description="attention of decode and verify steps; auto: triton on a GPU"
+    )
+    prefill_attention_backend: Literal["auto", "torch", "triton", "flashinfer"] = Field(
+        "auto",
+        description="attention of prefill steps; auto: on a GPU flashinfer where it is installed "
+        "and the type is bfloat16, else triton",
+    )
+    cuda_graphs: bool = Field(True, description="GPU: whether decode steps are CUDA graphs")
+    memory_share: float | None = Field(
+        None,
+        gt=0,
+        le=0.98,
+        description="GPU: part of its memory that this process may hold in all; default: 0.92 of "
+        "what is free",
+    )
+    random_weights: bool = Field(
+        False, description="make weights up: the model folders need no more than config.json"
+    )
     watchdog_ms: int | None = Field(
         None, ge=1, description="longest wait for a proposal; default: learnt from those measured"
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import socket
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from slipstream.errors import ConfigError
 from slipstream.hardware import cores
-from slipstream.settings import ProcessSettings
+from slipstream.settings import Device, ProcessSettings
 from slipstream.tree.spec import read_speculative_config
 
 EMBEDDED_TARGET = "smollm2-135m-instruct"
@@ -20,16 +20,6 @@ BUNDLED_HEADS = ("jetspec", "dflash")
 LOOPBACK = "127.0.0.1"
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-
-
-def _device(value: str) -> str:
-    if not _DEVICE.fullmatch(value):
-        raise ValueError("must be auto, cpu, cuda or cuda:N")
-    return value
-
-
-Device = Annotated[str, AfterValidator(_device)]
 
 
 class UpSettings(ProcessSettings):
