@@ -14,6 +14,13 @@ from typing import Any, TypeVar
 from slipstream.cli.console import Console
 from slipstream.cli.launcher import CellCommands, Launcher, LaunchFailed
 from slipstream.cli.process import Child, describe_status
+from slipstream.cli.up_devices import (
+    Devices,
+    place,
+    torch_has_cuda,
+    visible_gpus,
+    with_shares,
+)
 from slipstream.cli.up_settings import (
     BUNDLED_HEADS,
     EMBEDDED_TARGET,
@@ -21,7 +28,6 @@ from slipstream.cli.up_settings import (
     UpSettings,
     check,
     free_port,
-    share_processors,
 )
 from slipstream.errors import ConfigError
 from slipstream.settings import parse
@@ -75,16 +81,26 @@ async def launcher_for(settings: UpSettings, programs: Programs, console: Consol
     draft = settings.draft or "none"
     if draft != "none" and draft not in BUNDLED_HEADS:
         draft = await _prepared(draft, programs, console)
+    gpus = visible_gpus()
+    try:
+        devices = place(settings, gpus, torch_has_cuda=torch_has_cuda())
+        devices = with_shares(settings, devices, gpus, target, draft)
+    except ConfigError as error:
+        raise LaunchFailed(str(error)) from error
+    if gpus:
+        console.say(str(devices))
     return Launcher(
-        commands(settings, programs, target, draft),
+        commands(settings, programs, target, draft, devices),
         console,
-        in_turn=share_processors(settings),
+        in_turn=devices.in_turn,
         grace_s=settings.drain_s + 5.0,
         start_timeout_s=settings.start_timeout_s,
     )
 
 
-def commands(settings: UpSettings, programs: Programs, target: str, draft: str) -> CellCommands:
+def commands(
+    settings: UpSettings, programs: Programs, target: str, draft: str, devices: Devices
+) -> CellCommands:
     """Command lines for checked `settings`; `draft` is a folder, a bundled head or none.
 
     The ports of target and draft are picked here, once: a draft comes back where the gateway looks
@@ -99,13 +115,18 @@ def commands(settings: UpSettings, programs: Programs, target: str, draft: str) 
         ("host", LOOPBACK),
         ("dtype", settings.dtype),
         ("slots", settings.slots),
+        ("attention-backend", settings.attention_backend),
+        ("no-cuda-graphs", None if settings.cuda_graphs else True),
+        ("random-weights", settings.random_weights or None),
         ("threads", settings.threads),
         ("log-level", settings.log_level),
     ]
     for_target: list[Flag] = [
         *shared,
         ("port", target_port),
-        ("device", settings.target_device or settings.device),
+        ("device", devices.target),
+        ("memory-share", devices.target_share),
+        ("prefill-attention-backend", settings.prefill_attention_backend),
         ("max-model-len", settings.max_model_len),
         ("served-name", name),
         ("drain-s", settings.drain_s),
@@ -113,7 +134,8 @@ def commands(settings: UpSettings, programs: Programs, target: str, draft: str) 
     for_draft: list[Flag] = [
         *shared,
         ("port", draft_port),
-        ("device", settings.draft_device or settings.device),
+        ("device", devices.draft),
+        ("memory-share", devices.draft_share),
         ("tree", settings.tree),
         ("width", settings.width),
         ("budget", settings.budget),
@@ -122,7 +144,7 @@ def commands(settings: UpSettings, programs: Programs, target: str, draft: str) 
     for_gateway: list[Flag] = [
         ("target", f"{LOOPBACK}:{target_port}"),
         ("draft", f"{LOOPBACK}:{draft_port}" if drafts else "none"),
-        ("tokenizer", target),
+        ("tokenizer", settings.tokenizer or target),
         ("host", settings.host),
         ("port", settings.port),
         ("grpc-port", settings.grpc_port),

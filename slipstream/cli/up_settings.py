@@ -62,9 +62,35 @@ class UpSettings(ProcessSettings):
     port: int = Field(8000, ge=0, le=65535, description="REST port; 0: any free one")
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0: any free one")
     served_name: str | None = Field(None, description="name of the model in the API")
-    device: Device = Field("auto", description="auto, cpu, cuda or cuda:N, for both")
+    device: Device = Field(
+        "auto",
+        description="auto, cpu, cuda or cuda:N, for both; auto and cuda: a GPU each, or one for "
+        "both; auto without a GPU: cpu",
+    )
     target_device: Device | None = Field(None, description="of the target only")
     draft_device: Device | None = Field(None, description="of the draft only")
+    memory_share: float | None = Field(
+        None,
+        gt=0,
+        le=0.98,
+        description="part of a GPU's memory that its servers take; default: 0.92. On one GPU the "
+        "draft gets what it needs, the target the rest",
+    )
+    target_memory_share: float | None = Field(None, gt=0, le=0.98, description="of the target only")
+    draft_memory_share: float | None = Field(None, gt=0, le=0.98, description="of the draft only")
+    attention_backend: Literal["auto", "torch", "triton"] | None = Field(
+        None, description="attention of both but in prefill; auto: triton on a GPU"
+    )
+    prefill_attention_backend: Literal["auto", "torch", "triton", "flashinfer"] | None = Field(
+        None, description="attention of prefill; auto: on a GPU flashinfer if installed, or triton"
+    )
+    cuda_graphs: bool = Field(True, description="GPU: whether steps are CUDA graphs")
+    random_weights: bool = Field(
+        False, description="make weights up: the model folders need no more than config.json"
+    )
+    tokenizer: str | None = Field(
+        None, description="folder or hub id of the tokenizer; default: the target's"
+    )
     dtype: Literal["auto", "bfloat16", "float32"] | None = Field(
         None, description="auto: bfloat16 where the device computes it"
     )
@@ -93,6 +119,7 @@ def check(settings: UpSettings) -> UpSettings:
     """
     _check_tree(settings)
     _check_handoff(settings)
+    _check_shares(settings)
     check_name("--target", settings.target, (EMBEDDED_TARGET,))
     embedded = settings.target == EMBEDDED_TARGET
     draft = settings.draft or (BUNDLED_HEADS[0] if embedded else "none")
@@ -146,13 +173,6 @@ def check_port(flag: str, host: str, port: int) -> None:
             ) from error
 
 
-def share_processors(settings: UpSettings) -> bool:
-    """Whether target and draft both compute on the CPU, as far as can be told without torch."""
-    on_gpu = ("cuda", "auto") if Path("/dev/nvidiactl").exists() else ("cuda",)
-    devices = (settings.target_device, settings.draft_device)
-    return not any((device or settings.device).startswith(on_gpu) for device in devices)
-
-
 def free_port() -> int:
     """A TCP port of the loopback interface that nobody listens on now."""
     with socket.socket() as probe:
@@ -171,6 +191,23 @@ def _check_tree(settings: UpSettings) -> None:
         read_speculative_config(text)
     except ConfigError as error:
         raise ConfigError(f"--speculative-config: {error}") from error
+
+
+def _check_shares(settings: UpSettings) -> None:
+    """A CPU's memory is not shared out."""
+    on_cpu = [
+        (device or settings.device) == "cpu"
+        for device in (settings.target_device, settings.draft_device)
+    ]
+    for flag, refused in (
+        ("memory_share", all(on_cpu)),
+        ("target_memory_share", on_cpu[0]),
+        ("draft_memory_share", on_cpu[1]),
+    ):
+        value = getattr(settings, flag)
+        if refused and value is not None:
+            name = flag.replace("_", "-")
+            raise ConfigError(f"--{name}: {value:g} needs a GPU, the device is cpu")
 
 
 def _check_handoff(settings: UpSettings) -> None:

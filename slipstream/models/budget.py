@@ -146,11 +146,13 @@ def pages_within(share: float, total: int, used: int, page_bytes: int, reserve: 
     return left // page_bytes
 
 
-def plan_shares(total: int, config: ModelConfig, draft: DraftConfig, load: Load) -> Shares:
-    """Divides one GPU of `total` bytes.
+def plan_shares(
+    total: int, config: ModelConfig, draft: DraftConfig, load: Load, usable: float = USABLE
+) -> Shares:
+    """Divides the part `usable` of one GPU of `total` bytes.
 
     The draft gets its weights and buffers and pages for as many tokens as the target can have; the
-    target gets the rest of `USABLE`. Raises ConfigError when the pair does not fit.
+    target gets the rest. Raises ConfigError when the pair does not fit.
     """
     item = load.item
     scratch = load.draft_slots * -(-draft.block_size // load.page_size) * load.page_size
@@ -159,16 +161,16 @@ def plan_shares(total: int, config: ModelConfig, draft: DraftConfig, load: Load)
     of_draft += scratch * draft_token_bytes(draft, item)
     of_target = target_weight_bytes(config, draft, item) + target_reserve(config, draft, item)
     both = target_token_bytes(config, draft, item) + draft_token_bytes(draft, item)
-    tokens = (int(USABLE * total) - of_target - of_draft) // both
+    tokens = (int(usable * total) - of_target - of_draft) // both
     tokens = min(tokens, load.most_tokens) // load.page_size * load.page_size
     if tokens <= 0:
         raise ConfigError(
-            f"one GPU of {gib(total)} is too small for target ({gib(of_target)}) and draft "
-            f"({gib(of_draft)}) without any page; give the draft another with --draft-device"
+            f"{usable:.0%} of one GPU of {gib(total)} is too small for target ({gib(of_target)}) "
+            f"and draft ({gib(of_draft)}), without any page; --draft-device can name another"
         )
     bytes_of_draft = of_draft + tokens * draft_token_bytes(draft, item)
     share = math.ceil(1e4 * bytes_of_draft / total) / 1e4
-    return Shares(round(USABLE - share, 4), share, tokens)
+    return Shares(round(usable - share, 4), share, tokens)
 
 
 def _layer(shape: ModelConfig | DraftConfig, item: int) -> int:

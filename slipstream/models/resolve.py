@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import sysconfig
 from pathlib import Path
 
 from slipstream.errors import ConfigError
 from slipstream.models import embedded
+from slipstream.models.bundled import bundled_head
 
-_DRAFTS = {
-    "dflash": "SmolLM2-135M-Instruct-DFlash-b16",
-    "jetspec": "SmolLM2-135M-Instruct-JetSpec-b16",
-}
 _FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
@@ -30,20 +26,7 @@ def resolve_model(name: str) -> Path:
 
 def resolve_draft(name: str) -> Path:
     """A draft head's folder: `dflash` and `jetspec` are the bundled heads of the embedded model."""
-    bundled = _DRAFTS.get(name.lower())
-    if bundled is None:
-        return _folder(name, "draft")
-    for root in _bundles():
-        if (root / bundled / "config.json").exists():
-            return root / bundled
-    raise ConfigError(f"the bundled head {name!r} is not installed: no {bundled} in {_bundles()}")
-
-
-def _bundles() -> list[Path]:
-    """Where the bundled heads may lie: a checkout's models/, or share/slipstream of a wheel."""
-    checkout = Path(__file__).resolve().parents[2] / "models"
-    installed = Path(sysconfig.get_path("data")) / "share" / "slipstream" / "models"
-    return [checkout, installed]
+    return bundled_head(name) or _folder(name, "draft")
 
 
 def _folder(name: str, what: str) -> Path:

@@ -13,7 +13,9 @@ from gateway.settings import GatewaySettings
 from services.draft.settings import DraftSettings
 from services.target.settings import TargetSettings
 from slipstream.cli import up
-from slipstream.cli.up_settings import UpSettings, check, share_processors
+from slipstream.cli.launcher import CellCommands
+from slipstream.cli.up_devices import place
+from slipstream.cli.up_settings import UpSettings, check
 from slipstream.errors import ConfigError
 from slipstream.hardware import cores
 from slipstream.settings import parse
@@ -42,6 +44,9 @@ def model(tmp_path: Path) -> Path:
         (["--tree=bushy"], "--tree: .*got 'bushy'"),
         (["--device=tpu"], "--device: .*got 'tpu'"),
         (["--dtype=int8"], "--dtype: .*got 'int8'"),
+        (["--memory-share=1"], "--memory-share: .*got '1'"),
+        (["--memory-share=.5", "--device=cpu"], "--memory-share: 0.5 needs a GPU"),
+        (["--draft-memory-share=.5", "--draft-device=cpu"], "--draft-memory-share: 0.5 needs"),
         (["--pipeline-depth=2"], "--pipeline-depth: .*got '2'"),
         (["--handoff=cuda_ipc", "--device=cpu"], "--handoff: cuda_ipc needs .* cpu"),
         (["--handoff=cuda_ipc", "--device=cuda"], "--handoff: cuda_ipc is not part"),
@@ -101,17 +106,15 @@ def test_threads_default_to_every_core() -> None:
     assert settings("--threads=3").threads == 3
 
 
-def test_processors_are_shared_unless_one_is_a_gpu() -> None:
-    assert share_processors(settings("--device=cpu"))
-    assert not share_processors(settings("--device=cpu", "--target-device=cuda:0"))
-    assert not share_processors(settings("--device=cuda"))
-
-
 def test_every_option_is_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_UP_MAX_MODEL_LEN", "512")
     monkeypatch.setenv("SLIPSTREAM_UP_DRAFT", "dflash")
     assert (settings().max_model_len, settings().draft) == (512, "dflash")
     assert settings("--draft=jetspec").draft == "jetspec"
+
+
+def commands(given: UpSettings, model: Path, draft: str = "jetspec") -> CellCommands:
+    return up.commands(given, up.PROGRAMS, str(model), draft, place(given, ()))
 
 
 def flags(argv: tuple[str, ...] | list[str]) -> dict[str, str]:
@@ -123,7 +126,7 @@ def test_who_gets_what(model: Path) -> None:
         "--width=4", "--tree=top2gap", "--dtype=float32", "--pipeline-depth=0", "--slots=3",
         "--device=cpu", "--target-device=cuda:1", "--max-model-len=99", "--threads=2",
     )  # fmt: skip
-    cell = up.commands(given, up.PROGRAMS, str(model), "jetspec")
+    cell = commands(given, model)
     assert cell.draft is not None
     target, draft, gateway = flags(cell.target), flags(cell.draft), flags(cell.gateway)
     shared = {"--model": str(model), "--draft": "jetspec", "--host": "127.0.0.1"}
@@ -160,7 +163,7 @@ def test_the_processes_know_their_flags(model: Path) -> None:
     tree = ["--tree=top2gap", "--width=4", "--budget=32"]
     other = ["--speculative-config={}", "--pipeline-depth=0", "--ping-pong=off", "--slots=2"]
     for chosen in ([], tree, [*other, "--max-model-len=64", "--dtype=auto", "--device=cpu"]):
-        cell = up.commands(settings(*chosen), up.PROGRAMS, str(model), "jetspec")
+        cell = commands(settings(*chosen), model)
         assert cell.draft is not None
         parse(TargetSettings, cell.target[4:])
         parse(DraftSettings, cell.draft[4:])
@@ -170,7 +173,7 @@ def test_the_processes_know_their_flags(model: Path) -> None:
 
 def test_without_a_draft_there_are_two_processes(model: Path) -> None:
     given = settings(f"--target={model}")
-    cell = up.commands(given, up.PROGRAMS, str(model), "none")
+    cell = commands(given, model, "none")
     assert [name for name, _ in cell.items()] == ["target", "gateway"]
     assert flags(cell.target)["--draft"] == "none" == flags(cell.gateway)["--draft"]
     assert flags(cell.gateway)["--served-name"] == model.name

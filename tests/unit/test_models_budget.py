@@ -118,7 +118,7 @@ def test_no_more_than_all_slots_full() -> None:
 
 
 def test_a_card_that_is_too_small() -> None:
-    with pytest.raises(ConfigError, match="one GPU of 24.0 GiB .* target .* --draft-device"):
+    with pytest.raises(ConfigError, match="92% of one GPU of 24.0 GiB .* target .* --draft-device"):
         plan_shares(24 * GIB, CONFIG, HEAD, Load(item=2, max_len=40_960))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.errors import ConfigError
-from slipstream.models import embedded, prepare, resolve
+from slipstream.models import bundled, embedded, prepare
 from slipstream.models.resolve import resolve_draft, resolve_model
 
 
@@ -125,7 +125,7 @@ def test_prepare_prints_the_folder(
     assert prepare.main(["./nothing"]) == 1
     assert "no model at './nothing'" in capsys.readouterr().err
     assert prepare.main([]) == 2
-    monkeypatch.setattr(resolve, "_bundles", lambda: [tmp_path])
+    monkeypatch.setattr(bundled, "places", lambda: [tmp_path])
     with pytest.raises(ConfigError, match="'dflash' is not installed"):
         resolve_draft("dflash")
 
