@@ -38,6 +38,10 @@ from slipstream.kernels.drafting import (
 NODE_CLASSES = (64, 128, 256)
 """Most nodes of a tree that a compiled kernel is made for."""
 
+NODE_INTS = 3
+"""Columns of the nodes that are written."""
+
+_INTS = tl.constexpr(NODE_INTS)
 _LATE = tl.constexpr(1 << 30)  # after every order of insertion
 
 
@@ -65,8 +69,8 @@ def grow(
             read for a chain, which takes the first of each row.
         blocks: with nodes at most `most_nodes`, a power of two up to 256.
         sizes: (E,) int32, receives the number of nodes of each tree.
-        nodes: (N, 2) int32 contiguous, receives token and parent of each node, a tree's from its
-            OUT field on. Nothing else is written.
+        nodes: (N, NODE_INTS) int32 contiguous, receives token, parent and depth of each node, a
+            tree's from its OUT field on. Nothing else is written.
         block_size: most rows of a block.
     """
     _grow[(blocks.fields.shape[0],)](
@@ -95,9 +99,8 @@ def _grow(
     ids = tokens + row * RANKS
     lp = logprobs + row * RANKS
     found_at = found + row
-    out = nodes + tl.load(block + OUT).to(tl.int64) * 2
-    tl.store(out, tl.load(block + ANCHOR))
-    tl.store(out + 1, -1)
+    out = nodes + tl.load(block + OUT).to(tl.int64) * _INTS
+    _add(out, 0, tl.load(block + ANCHOR), -1, 0, True)
     mode = tl.load(spec + MODE)
     width = tl.load(spec + WIDTH)
     spine = tl.load(spec + SPINE)
@@ -122,13 +125,20 @@ def _grow(
 
 
 @triton.jit
+def _add(out, node, token, parent, depth, mask):
+    """Writes nodes of the tree at `out`; all but `out` broadcast to the shape of `node`."""
+    tl.store(out + node * _INTS, token, mask=mask)
+    tl.store(out + node * _INTS + 1, parent, mask=mask)
+    tl.store(out + node * _INTS + 2, depth, mask=mask)
+
+
+@triton.jit
 def _chain(ids, depth_end, budget, out, RANKS: tl.constexpr, DEPTHS: tl.constexpr):
     depth = tl.arange(0, DEPTHS)
     length = tl.maximum(tl.minimum(depth_end, budget - 1), 0)
     inside = depth < length
     token = tl.load(ids + depth * RANKS, mask=inside, other=0)
-    tl.store(out + 2 * (depth + 1), token, mask=inside)
-    tl.store(out + 2 * (depth + 1) + 1, depth, mask=inside)
+    _add(out, depth + 1, token, depth, depth + 1, inside)
     return length + 1
 
 
@@ -161,8 +171,8 @@ def _spine(
     have = tl.load(found_at + depth, mask=depth < length, other=0)
     length = tl.minimum(tl.min(tl.where(have > 0, DEPTHS, depth), 0), length)
     inside = depth < length
-    tl.store(out + 2 * (depth + 1), tl.load(ids + depth * RANKS, mask=inside), mask=inside)
-    tl.store(out + 2 * (depth + 1) + 1, depth, mask=inside)
+    token = tl.load(ids + depth * RANKS, mask=inside)
+    _add(out, depth + 1, token, depth, depth + 1, inside)
     cum = tl.zeros((MOST,), tl.float64)
     total = tl.full((), 0.0, tl.float64)
     step = 0
@@ -196,8 +206,7 @@ def _by_parent(
         fresh = (node >= size) & (node < size + more)
         at = above * RANKS + node - size + first
         value = best + tl.load(lp + at, mask=fresh, other=0.0).to(tl.float64)
-        tl.store(out + 2 * node, tl.load(ids + at, mask=fresh), mask=fresh)
-        tl.store(out + 2 * node + 1, parent, mask=fresh)
+        _add(out, node, tl.load(ids + at, mask=fresh), parent, above + 1, fresh)
         waiting = tl.where(node == parent, float("-inf"), waiting)
         waiting = tl.where(fresh & (above + 1 < depth_end), value, waiting)
         depth = tl.where(fresh, above + 1, depth)
@@ -235,8 +244,7 @@ def _best_first(
         above = state & 255
         taken = state >> 8
         at = above * RANKS + taken
-        tl.store(out + 2 * size, tl.load(ids + at))
-        tl.store(out + 2 * size + 1, parent)
+        _add(out, size, tl.load(ids + at), parent, above + 1, True)
         # Its own first child waits from now on, and so does its next sibling.
         deep = above + 1 < depth_end
         child = deep & (tl.load(found_at + above + 1, mask=deep, other=0) > 0) & (width > 0)

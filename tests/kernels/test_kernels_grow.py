@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.kernels.drafting import BLOCK_INTS, SPEC_INTS, SPEC_REALS, Blocks, Specs, spec_row
-from slipstream.kernels.grow import grow
+from slipstream.kernels.grow import NODE_INTS, grow
 from slipstream.tree import Tree, TreeMode, TreeSpec, build_tree, candidates_needed
 
 RANKS = 32
@@ -44,8 +44,8 @@ class Case:
 
 def run(
     cases: list[Case], device: torch.device, most_nodes: int, block: int, ranks: int = RANKS
-) -> list[tuple[list[int], list[int]]]:
-    """Tokens and parents of every case's tree, from one launch over poisoned buffers."""
+) -> list[Tree]:
+    """Every case's tree, from one launch over poisoned buffers."""
     entries, slots = len(cases) + 2, len(cases) + 3  # some programs have nothing to do
     rows = sum(case.rows for case in cases)
     tokens = torch.full((rows + 3, ranks), -7, dtype=torch.int32)
@@ -71,7 +71,7 @@ def run(
         out += case.nodes
     counts = torch.tensor([len(cases), rows], dtype=torch.int32)
     sizes = torch.full((entries,), -7, dtype=torch.int32, device=device)
-    nodes = torch.full((out + SPARE, 2), -7, dtype=torch.int32, device=device)
+    nodes = torch.full((out + SPARE, NODE_INTS), -7, dtype=torch.int32, device=device)
     grow(
         tokens.to(device),
         logprobs.to(device),
@@ -87,17 +87,16 @@ def run(
     assert got[len(cases) :] == [-7] * (entries - len(cases))
     for case, size in zip(cases, got, strict=False):
         part = listed[at : at + size]
-        assert listed[at + size : at + case.nodes] == [[-7, -7]] * (case.nodes - size)
-        trees.append(([token for token, _ in part], [parent for _, parent in part]))
+        assert listed[at + size : at + case.nodes] == [[-7] * NODE_INTS] * (case.nodes - size)
+        trees.append(Tree(*([node[i] for node in part] for i in range(NODE_INTS))))
         at += case.nodes
-    assert listed[at:] == [[-7, -7]] * SPARE
+    assert listed[at:] == [[-7] * NODE_INTS] * SPARE
     return trees
 
 
 def check(cases: list[Case], device: torch.device, most_nodes: int, block: int) -> None:
-    for case, (tokens, parents) in zip(cases, run(cases, device, most_nodes, block), strict=True):
-        tree = case.reference()
-        assert (tokens, parents) == (tree.tokens, tree.parents), case
+    for case, tree in zip(cases, run(cases, device, most_nodes, block), strict=True):
+        assert tree == case.reference(), case
 
 
 def random_case(rng: random.Random, most_nodes: int, block: int) -> Case:
