@@ -169,11 +169,18 @@ def _wait_ready(running: Stack) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Hardware, versions and command for a result file; absolute paths are cut to their names."""
+    """Hardware, versions and command for a result file; absolute paths are cut to their names.
+
+    With a GPU, key `gpu` describes the first.
+    """
     spec = sys.modules["__main__"].__spec__
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     command = ["python", "-m", spec.name] if spec else ["python", Path(sys.argv[0]).name]
-    return {**describe(), "command": " ".join([*command, *words])}
+    from slipstream.accelerator import describe_gpu  # torch, which most scripts here do without
+
+    gpu = describe_gpu()
+    found = {**describe(), "command": " ".join([*command, *words])}
+    return found if gpu is None else {**found, "gpu": gpu}
 
 
 def save(path: Path, result: dict[str, Any]) -> None:

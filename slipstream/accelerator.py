@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,6 +54,7 @@ class Facts:
         count: GPUs that this process may use.
         card: the one that was asked for; None when it is not there.
         driver, triton, flashinfer: versions; None when missing.
+        compiler: the C compiler that Triton builds its launchers with.
     """
 
     cuda: str | None = None
@@ -60,6 +63,7 @@ class Facts:
     driver: str | None = None
     triton: str | None = None
     flashinfer: str | None = None
+    compiler: str | None = None
 
 
 Look = Callable[[int], Facts]
@@ -112,6 +116,7 @@ def look(index: int) -> Facts:
         _driver(),
         _version("triton"),
         _version("flashinfer-python"),
+        os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
     )
 
 
@@ -174,6 +179,8 @@ def check_device(facts: Facts, device: str, dtype: str = "auto", *, flashinfer: 
     if not _at_least(facts.triton, LEAST_TRITON):
         found = f"triton {facts.triton} is too old" if facts.triton else "triton is not installed"
         raise ConfigError(f"{flag}: {found}, {_dotted(LEAST_TRITON)} or newer is needed")
+    if facts.compiler is None:
+        raise ConfigError(f"{flag}: triton needs a C compiler: install gcc, or name one in CC")
     if flashinfer and not _at_least(facts.flashinfer, LEAST_FLASHINFER):
         version = facts.flashinfer
         found = f"version {version} is too old" if version else "it is not installed"

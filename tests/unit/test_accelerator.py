@@ -20,7 +20,7 @@ from slipstream.settings import ProcessSettings, parse
 
 GIB = 1 << 30
 CARD = Card("NVIDIA H200", (9, 0), 140 * GIB, 139 * GIB)
-FACTS = Facts("13.0", 2, CARD, "580.95.05", "3.6.0", "0.6.8.post1")
+FACTS = Facts("13.0", 2, CARD, "580.95.05", "3.6.0", "0.6.8.post1", "/usr/bin/gcc")
 
 
 def seen(facts: Facts) -> accelerator.Look:
@@ -41,6 +41,7 @@ def seen(facts: Facts) -> accelerator.Look:
         ),
         (replace(FACTS, card=replace(CARD, bf16=False)), "cuda", "bfloat16; use --dtype float32"),
         (replace(FACTS, triton=None), "cuda", "triton is not installed, 3.6 or newer"),
+        (replace(FACTS, compiler=None), "cuda", "triton needs a C compiler: install gcc"),
         (replace(FACTS, triton="3.5.1"), "cuda:1", "--device: cuda:1: triton 3.5.1 is too old"),
     ],
 )
