@@ -212,7 +212,8 @@ def _pages(
     if not place.on_gpu:
         return settings.pages or max(1, min(full, memory() // MEMORY_SHARE // size))
     rows = max(choices.prefill_rows, choices.decode_rows)
-    reserve = target_reserve(config, head.config, place.dtype.itemsize, rows)
+    item = place.dtype.itemsize
+    reserve = target_reserve(config, head.config, item, settings.slots, rows)
     fit = pages_within(place.share, place.total, accelerator.used(place), size, reserve)
     if settings.pages is not None and settings.pages > fit:
         raise ConfigError(f"--pages: {settings.pages} are {gib(settings.pages * size)}, {fit} fit")

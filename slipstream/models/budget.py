@@ -115,12 +115,19 @@ def draft_token_bytes(draft: DraftConfig, item: int) -> int:
 
 
 def target_reserve(
-    config: ModelConfig, draft: DraftConfig | None, item: int, rows: int | None = None
+    config: ModelConfig,
+    draft: DraftConfig | None,
+    item: int,
+    slots: int,
+    rows: int = max(PREFILL_ROWS, DECODE_ROWS),
 ) -> int:
-    """What the target holds beside weights and pages, for steps of at most `rows` rows."""
-    rows = rows or max(PREFILL_ROWS, DECODE_ROWS)
+    """What the target holds beside weights and pages, for steps of at most `rows` rows.
+
+    A slot counts its output tokens and has a bias, by vocabulary entry.
+    """
     taps = len(draft.target_layer_ids) if draft is not None else 0
     buffers = rows * (_row(config) + 2 * taps * config.hidden_size) * item
+    buffers += slots * config.vocab_size * 2 * 4
     return CONTEXT + TARGET_GRAPHS + WORKSPACE + _logits(config, rows) + buffers
 
 
@@ -159,7 +166,9 @@ def plan_shares(
     of_draft = draft_weight_bytes(config, draft, item) + SPARE
     of_draft += draft_reserve(config, draft, item, load.draft_slots)
     of_draft += scratch * draft_token_bytes(draft, item)
-    of_target = target_weight_bytes(config, draft, item) + target_reserve(config, draft, item)
+    of_target = target_weight_bytes(config, draft, item) + target_reserve(
+        config, draft, item, load.slots
+    )
     both = target_token_bytes(config, draft, item) + draft_token_bytes(draft, item)
     tokens = (int(usable * total) - of_target - of_draft) // both
     tokens = min(tokens, load.most_tokens) // load.page_size * load.page_size

@@ -91,7 +91,7 @@ def test_one_card_is_divided() -> None:
         shares.target,
         target_weight_bytes(CONFIG, HEAD, 2),
         target_token_bytes(CONFIG, HEAD, 2),
-        target_reserve(CONFIG, HEAD, 2),
+        target_reserve(CONFIG, HEAD, 2, load.slots),
     )
     draft = pages(
         shares.draft,
