@@ -174,7 +174,7 @@ class TritonAttention:
             HEADS=self.heads, KV=self.kv_heads, GROUP=self.heads // self.kv_heads,
             PADDED_GROUP=self._padded_group, HD=self.head_dim, LANES=lanes, TILE=self.tile,
             BLOCK=self._block, SPLITS=self.splits, WINDOW=window or 0, MASK=int(mask),
-            num_warps=4, num_stages=2 if wide else 3,
+            num_warps=8 if self.dtype == torch.float32 else 4, num_stages=2 if wide else 3,
         )  # fmt: skip
         if self.splits > 1:
             _merge[(q.shape[0], self.heads)](
