@@ -10,7 +10,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -235,6 +236,18 @@ def prepare(place: Place) -> None:
     torch.cuda.set_device(place.device)
     limit = place.share - CONTEXT / place.total
     torch.cuda.set_per_process_memory_fraction(min(max(limit, 0.0), 1.0), place.device)
+
+
+@contextmanager
+def memory_errors(place: Place) -> Iterator[None]:
+    """Turns running out of the share into a ConfigError that says so."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"--memory-share: {place.share:.3g} of {gib(place.total)} on {place.device} is not "
+            f"enough: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def used(place: Place) -> int:

@@ -16,6 +16,7 @@ from slipstream import accelerator
 from slipstream.accelerator import Place
 from slipstream.errors import ConfigError
 from slipstream.hardware import cores, memory
+from slipstream.layers.graphs import Graphs
 from slipstream.layers.memory import keep_heap
 from slipstream.models import (
     Checkpoint,
@@ -31,6 +32,7 @@ from slipstream.models import (
     resolve_model,
 )
 from slipstream.models.budget import draft_reserve, gib, pages_within
+from slipstream.progress import progress
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +51,24 @@ def load_runner(settings: DraftSettings) -> DraftRunner:
     backend = accelerator.attention_backend(place, settings.attention_backend)
     if place.on_gpu:
         accelerator.prepare(place)
+    with accelerator.memory_errors(place):
+        runner = _load(settings, place, backend)
+    gc.collect()
+    gc.freeze()  # what lives now lives on: no collection looks at it again
+    spec = runner.spec
+    log.info(
+        "%s in %s on %s: %d sessions of %d pages of %d positions, attention %s",
+        spec.model, spec.feature_dtype, accelerator.where(place), settings.max_sessions, spec.pages,
+        spec.page_size, backend,
+    )  # fmt: skip
+    return runner
+
+
+def _load(settings: DraftSettings, place: Place, backend: str) -> DraftRunner:
     open_tensors: Opener = RandomTensors.open if settings.random_weights else Checkpoint.open
     target, folder = resolve_model(settings.model), resolve_draft(settings.draft)
     head = DraftHead.load(folder, target, place.dtype, place.device, open_tensors=open_tensors)
-    config = head.config
+    config, served = head.config, load_config(target)
     spec = DraftSpec(
         model=_name(settings.draft),
         block_size=config.block_size,
@@ -62,25 +78,26 @@ def load_runner(settings: DraftSettings) -> DraftRunner:
         feature_width=config.hidden_size,
         feature_dtype=str(place.dtype).removeprefix("torch."),
         slots=settings.slots,
-        pages=_pages(settings, place, load_config(target), config),
+        pages=_pages(settings, place, served, config),
         page_size=settings.page_size,
         fingerprints=fingerprints(target, folder, open_tensors=open_tensors),
         acceptance=tuple(read_acceptance(folder) or ()),
     )
-    runner = ModelRunner(head, spec, settings.max_sessions)
-    gc.collect()
-    gc.freeze()  # what lives now lives on: no collection looks at it again
-    log.info(
-        "%s in %s on %s: %d sessions of %d pages of %d positions, attention %s",
-        spec.model,
-        spec.feature_dtype,
-        accelerator.where(place),
-        settings.max_sessions,
-        spec.pages,
-        spec.page_size,
-        backend,
+    if not place.on_gpu:
+        return ModelRunner(head, spec, settings.max_sessions)
+    from services.draft.device_runner import DeviceRunner  # triton is imported with it
+
+    # The plain attention looks at what it computes, which cannot be recorded.
+    recorded = settings.cuda_graphs and backend != "torch"
+    return DeviceRunner(
+        head,
+        spec,
+        max_len=served.max_position_embeddings,
+        graphs=Graphs(torch.device(place.device), recorded),
+        sessions=settings.max_sessions,
+        attention=backend,
+        progress=progress("draft steps"),
     )
-    return runner
 
 
 def _name(draft: str) -> str:

@@ -111,6 +111,13 @@ def test_memory_of_a_process_that_just_died_is_waited_for(monkeypatch: pytest.Mo
     assert not list(free)
 
 
+def test_running_out_of_memory_names_the_share() -> None:
+    place = Place("cuda:0", torch.bfloat16, 140 * GIB, 0.25)
+    said = r"--memory-share: 0.25 of 140.0 GiB on cuda:0 is not enough: CUDA out of memory"
+    with pytest.raises(ConfigError, match=said), accelerator.memory_errors(place):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")
+
+
 def test_describe_names_card_and_software() -> None:
     found = describe_gpu(look=seen(FACTS))
     assert found == {
