@@ -251,7 +251,7 @@ def _prepare_rows(
     tl.store(positions + base + index, first + depth, mask=stays)
     tl.store(positions + base + node, zero + first, mask=padding)
     if TREE:
-        store_bits(bits, base, node, kept, index, old, padding, W, ROUNDS)
+        store_bits(bits, base, node, kept, index, old, padding, N, W, ROUNDS)
     tl.store(slots + entry, slot)
     tl.store(offsets + entry + 1, end)
     tl.store(starts + entry, first)

@@ -69,7 +69,16 @@ def keep_tree(
 
 @triton.jit
 def store_bits(
-    bits, row, node, kept, index, parent, padding, W: tl.constexpr, ROUNDS: tl.constexpr
+    bits,
+    row,
+    node,
+    kept,
+    index,
+    parent,
+    padding,
+    N: tl.constexpr,
+    W: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
     """Ancestor sets in new indices, and the padding rows' own bits."""
     for w in tl.static_range(W):
@@ -77,10 +86,11 @@ def store_bits(
         zero = tl.full(index.shape, 0, tl.int64)
         mine = (kept > 0) & (index >> 6 == w)
         word = tl.where(mine, one << (index & 63).to(tl.int64), zero)
-        jump = parent
-        for _ in tl.static_range(ROUNDS):
-            word = word | tl.gather(word, jump, 0)
-            jump = tl.gather(jump, jump, 0)
+        if w * 64 < N:  # no node reaches the words behind
+            jump = parent
+            for _ in tl.static_range(ROUNDS):
+                word = word | tl.gather(word, jump, 0)
+                jump = tl.gather(jump, jump, 0)
         tl.store(bits + (row + index).to(tl.int64) * W + w, word, mask=kept > 0)
         alone = tl.where(node >> 6 == w, one << (node & 63).to(tl.int64), zero)
         tl.store(bits + (row + node).to(tl.int64) * W + w, alone, mask=padding)
