@@ -169,8 +169,8 @@ class TritonAttention:
         _attend[(self.tiles, self.kv_heads, self.splits + 1 if self.splits > 1 else 1)](
             q, k_pages, v_pages, out, scratch.tiles, scratch.partial, scratch.lse,
             rows.counts, rows.slots, rows.offsets, rows.starts, rows.positions, rows.bits,
-            rows.tables, scale * LOG2_E, q.shape[0],
-            TABLE_STRIDE=rows.tables.stride(0), PAGE=self.page_size, WORDS=rows.bits.shape[1],
+            rows.tables, scale * LOG2_E, q.shape[0], rows.tables.stride(0),
+            PAGE=self.page_size, WORDS=rows.bits.shape[1],
             HEADS=self.heads, KV=self.kv_heads, GROUP=self.heads // self.kv_heads,
             PADDED_GROUP=self._padded_group, HD=self.head_dim, LANES=lanes, TILE=self.tile,
             BLOCK=self._block, SPLITS=self.splits, WINDOW=window or 0, MASK=int(mask),
@@ -243,11 +243,11 @@ def _absorb(q, k, v, visible, scale, top, total, mixed):
     return higher, total, mixed
 
 
-@triton.jit(do_not_specialize=["capacity"])
+@triton.jit(do_not_specialize=["capacity", "table_stride"])
 def _attend(
     q, k_pages, v_pages, out, tiles, partial, lse,
-    counts, slots, offsets, starts, positions, bits, tables, scale, capacity,
-    TABLE_STRIDE: tl.constexpr, PAGE: tl.constexpr, WORDS: tl.constexpr, HEADS: tl.constexpr,
+    counts, slots, offsets, starts, positions, bits, tables, scale, capacity, table_stride,
+    PAGE: tl.constexpr, WORDS: tl.constexpr, HEADS: tl.constexpr,
     KV: tl.constexpr, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, HD: tl.constexpr,
     LANES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, MASK: tl.constexpr,
@@ -293,7 +293,7 @@ def _attend(
         tl.store(lse + spot * (SPLITS + 1) + part, float("-inf"), mask=present)
         return
 
-    table = tables + tl.load(slots + entry).to(tl.int64) * TABLE_STRIDE
+    table = tables + tl.load(slots + entry).to(tl.int64) * table_stride
     k_head = k_pages + kv_head * HD
     v_head = v_pages + kv_head * HD
     query = tl.load(

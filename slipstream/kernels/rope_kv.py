@@ -65,7 +65,7 @@ def rope_write(
         qkv, cos_sin, none if q_norm is None else q_norm, none if k_norm is None else k_norm, eps,
         q_out, k_pages, v_pages, value_scale,
         rows.entries, rows.positions, rows.slots, rows.offsets, rows.starts, rows.tables,
-        TABLE_STRIDE=rows.tables.stride(0), PAGE=page_size, HEADS=heads, KV=kv, HD=dim,
+        rows.tables.stride(0), PAGE=page_size, HEADS=heads, KV=kv, HD=dim,
         DIM=2 * cos_sin.shape[2], NORM=q_norm is not None, Q_BLOCKS=q_blocks, KV_BLOCKS=kv_blocks,
         BLOCK=block, LANES=triton.next_power_of_2(dim), num_warps=4 if block * dim > 512 else 2,
     )  # fmt: skip
@@ -98,7 +98,7 @@ def rope_context(
     _rope_context[(both.shape[0], layers * blocks)](
         both, norm, eps, cos_sin, k_cache, v_cache, value_scale,
         rows.entries, rows.positions, rows.slots, rows.offsets, rows.starts, rows.tables,
-        TABLE_STRIDE=rows.tables.stride(0), PAGE=page_size, LAYERS=layers, KV=kv, HD=dim,
+        rows.tables.stride(0), PAGE=page_size, LAYERS=layers, KV=kv, HD=dim,
         LAYER_STRIDE=k_cache.stride(0), DIM=2 * cos_sin.shape[2], BLOCKS=blocks, BLOCK=block,
         LANES=triton.next_power_of_2(dim), num_warps=4 if block * dim > 512 else 2,
     )  # fmt: skip
@@ -128,13 +128,11 @@ def scatter_reference(pages: Tensor, rows: DeviceRows, values: Tensor) -> None:
 
 
 @triton.jit
-def _place(
-    row, entry, slots, offsets, starts, tables, TABLE_STRIDE: tl.constexpr, PAGE: tl.constexpr
-):
+def _place(row, entry, slots, offsets, starts, tables, table_stride, PAGE: tl.constexpr):
     """Index of a row in the cache seen as (pages * page_size) places, 64 bits."""
     index = tl.load(starts + entry) + row - tl.load(offsets + entry)
     slot = tl.load(slots + entry).to(tl.int64)
-    page = tl.load(tables + slot * TABLE_STRIDE + index // PAGE).to(tl.int64)
+    page = tl.load(tables + slot * table_stride + index // PAGE).to(tl.int64)
     return page * PAGE + index % PAGE
 
 
@@ -170,11 +168,11 @@ def _rotated(
     return x_wide * cos + y_wide * tl.where(lane < HALF, -sin, sin)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _rope_write(
     qkv, cos_sin, q_norm, k_norm, eps, q_out, k_pages, v_pages, value_scale,
-    entries, positions, slots, offsets, starts, tables,
-    TABLE_STRIDE: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
+    entries, positions, slots, offsets, starts, tables, table_stride,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
     HD: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr, Q_BLOCKS: tl.constexpr,
     KV_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -196,7 +194,7 @@ def _rope_write(
         target = q_out + wide_row * (HEADS * HD) + head * HD + lane
         tl.store(target, q.to(q_out.dtype.element_ty), mask=present & (lane < HD))
     else:
-        place = _place(row, entry, slots, offsets, starts, tables, TABLE_STRIDE, PAGE)
+        place = _place(row, entry, slots, offsets, starts, tables, table_stride, PAGE)
         if part < Q_BLOCKS + KV_BLOCKS:
             head = (part - Q_BLOCKS) * BLOCK + tl.arange(0, BLOCK)[:, None]
             present = head < KV
@@ -214,11 +212,11 @@ def _rope_write(
             tl.store(v_pages + place * (KV * HD) + head * HD + lane, v, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _rope_context(
     both, norm, eps, cos_sin, k_cache, v_cache, value_scale,
-    entries, positions, slots, offsets, starts, tables,
-    TABLE_STRIDE: tl.constexpr, PAGE: tl.constexpr, LAYERS: tl.constexpr, KV: tl.constexpr,
+    entries, positions, slots, offsets, starts, tables, table_stride,
+    PAGE: tl.constexpr, LAYERS: tl.constexpr, KV: tl.constexpr,
     HD: tl.constexpr, LAYER_STRIDE: tl.constexpr, DIM: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -227,7 +225,7 @@ def _rope_context(
     entry = tl.load(entries + row)
     if entry < 0:
         return
-    place = _place(row, entry, slots, offsets, starts, tables, TABLE_STRIDE, PAGE)
+    place = _place(row, entry, slots, offsets, starts, tables, table_stride, PAGE)
     rotation = cos_sin + tl.load(positions + row).to(tl.int64) * DIM
     source = both + row.to(tl.int64) * (LAYERS * 2 * KV * HD) + layer * (2 * KV * HD)
     lane = tl.arange(0, LANES)[None, :]

@@ -70,9 +70,6 @@ class _Layer:
 class FusedDecoder:
     """Up to `capacity` rows through all layers and the final norm.
 
-    The results lie in the buffers of this object: they are valid until its next pass, whatever its
-    number of rows.
-
     Attributes:
         cos_sin: `rope_table` of the model.
     """
@@ -113,6 +110,7 @@ class FusedDecoder:
         taps: Sequence[int] = (),
         taps_out: Tensor | None = None,
         value_scale: float = 1.0,
+        out: Tensor | None = None,
     ) -> Tensor:
         """One pass over R rows; nothing waits for the device.
 
@@ -124,9 +122,11 @@ class FusedDecoder:
             taps: layers whose output, not normed, is wanted.
             taps_out: (R, K * H) contiguous, receives the K taps in the order of `taps`.
             value_scale: factor on the values.
+            out: (R, H) contiguous, for the result; by default a buffer that the next pass
+                overwrites.
 
-        Returns (R, H) after the final norm, in a buffer that the next pass overwrites. Rows without
-        an entry hold whatever comes of their x, and touch no page.
+        Returns (R, H) after the final norm. Rows without an entry hold whatever comes of their x,
+        and touch no page.
         """
         count = x.shape[0]
         columns = {} if taps_out is None else _columns(taps, taps_out, self.hidden_size)
@@ -150,9 +150,10 @@ class FusedDecoder:
             add_rms_norm(added, x, post.weight, post.eps, normed)
             silu_mul(layer.gate_up(normed, gate_up), gated)
             layer.down(gated, added)
+            target = normed if following is not self._norm or out is None else out
             tap = columns.get(layer.index)
-            add_rms_norm(added, x, following.weight, following.eps, normed, tap)
-        return normed
+            add_rms_norm(added, x, following.weight, following.eps, target, tap)
+        return normed if out is None else out
 
 
 def _columns(taps: Sequence[int], out: Tensor, hidden: int) -> dict[int, Tensor]:

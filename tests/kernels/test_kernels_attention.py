@@ -207,14 +207,16 @@ def test_splits_fill_the_card() -> None:
 
 
 def test_random_cases(device: torch.device, cases: int) -> None:
+    """Few shapes, each of which compiles a kernel, and many lengths."""
     rng = random.Random(7)
-    for seed in range(cases // 8 if cases < 1000 else cases // 20):
+    shapes = [(2, 1, 4, 1), (2, 2, 16, 2), (3, 1, 1, 5), (6, 2, 4, 3)]
+    for seed in range(5 if cases < 1000 else cases // 20):
         counts = [rng.choice([1, 1, 2, 7, 16, 40]) for _ in range(rng.randint(1, 5))]
         starts = [rng.choice([0, 1, 31, 32, 33, rng.randrange(200)]) for _ in counts]
         kind, window = rng.choice(list(Mask)), rng.choice([None, 1, 8, 64])
-        kv = rng.choice([1, 2])
+        heads, kv, page_size, splits = rng.choice(shapes)
         case = Case(
-            device, counts, starts, kind=kind, heads=kv * rng.choice([1, 2, 3]), kv=kv,
-            page_size=rng.choice([1, 4, 16]), padding=rng.choice([0, 1, 30]), seed=seed,
+            device, counts, starts, kind=kind, heads=heads, kv=kv, page_size=page_size,
+            padding=rng.choice([0, 1, 30]), seed=seed,
         )  # fmt: skip
-        case.check(case.run(case.triton(rng.choice([1, 2, 5])), window), window)
+        case.check(case.run(case.triton(splits), window), window)
