@@ -88,6 +88,13 @@ class CandidateScratch:
             torch.empty(2, rows, ranks, dtype=torch.int64, device=device),
         )
 
+    def narrow(self, ranks: int) -> CandidateScratch:
+        """The same memory for at most as many ranks."""
+        rows = len(self.chunks)
+        chunks = self.chunks.view(-1)[: rows * ranks].view(rows, ranks)
+        keys = self.keys.view(-1)[: 2 * rows * ranks].view(2, rows, ranks)
+        return CandidateScratch(self.peaks, self.mass, chunks, keys)
+
 
 def candidates(
     logits: Tensor,

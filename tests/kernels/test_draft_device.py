@@ -1,0 +1,259 @@
+"""The device runner drafts what the plain runner drafts, step after step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.draft.device_runner import DeviceContext, DeviceRunner
+from services.draft.device_step import DraftStep, StepSizes
+from services.draft.model_runner import ModelContext, ModelRunner
+from services.draft.runner import ContextRows, DraftEntry, Drafting, DraftSpec, NoPages
+from slipstream.layers.graphs import Graphs
+from slipstream.models import DraftHead
+from slipstream.tree import Tree, resolve_spec
+from tests.tiny import MASK, Pair, make_pair
+
+B = 8
+SLOTS, PAGES, PAGE_SIZE, MAX_LEN = 5, 40, 4, 60
+WIDTH = 48
+CHAIN = Drafting(resolve_spec("chain", block_size=B))
+TREES = {
+    "top2gap": Drafting(resolve_spec("top2gap", 4, 24, block_size=B)),
+    "accum_logp": Drafting(resolve_spec("accum_logp", 3, 16, block_size=B, spine=False)),
+    "best_first": Drafting(resolve_spec("best_first", None, 40, block_size=B)),
+    "wide": Drafting(resolve_spec("best_first", 70, 100, block_size=B, spine=False)),
+    "noisy": Drafting(resolve_spec("top2gap", 4, 24, block_size=B), 0.8, 2**63 + 5, 1),
+    "noisy_chain": Drafting(resolve_spec("chain", block_size=B), 1.0, 77),
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "jetspec": {},
+    "sliding": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6},
+}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "scaled": {
+        "input_embedding_scale": 1.5,
+        "attention_value_scale": 0.7,
+        "output_multiplier": 0.5,
+        "final_logit_softcapping": 2.0,
+    }
+}
+
+
+def pair_of(folder: Path, kind: str) -> Pair:
+    head = "jetspec" if kind == "jetspec" else "dflash"
+    config = dict(KINDS.get(kind, {}))
+    if kind in SECTIONS:
+        config["dflash_config"] = {
+            "causal_head": False,
+            "mask_token_id": MASK,
+            "target_layer_ids": [0, 2],
+            **SECTIONS[kind],
+        }
+    return make_pair(folder, "llama", head, block_size=B, draft_config=config)
+
+
+def spec_of(head: DraftHead, slots: int = SLOTS, pages: int = PAGES) -> DraftSpec:
+    config = head.config
+    return DraftSpec(
+        model="tiny",
+        block_size=config.block_size,
+        mask_token_id=config.mask_token_id,
+        causal=config.all_causal,
+        vocab_size=config.vocab_size,
+        feature_width=config.hidden_size,
+        feature_dtype="float32",
+        slots=slots,
+        pages=pages,
+        page_size=PAGE_SIZE,
+    )
+
+
+def device_runner(
+    pair: Pair, device: torch.device, attention: str = "triton", **more: Any
+) -> DeviceRunner:
+    head = DraftHead.load(pair.draft, pair.target, torch.float32, device)
+    spec = spec_of(head, **more)
+    return DeviceRunner(
+        head,
+        spec,
+        max_len=MAX_LEN,
+        graphs=Graphs(device, enabled=attention == "triton"),
+        sessions=2,
+        attention=attention,
+        sizes=StepSizes.of(spec, rows=3 * B, write_rows=8),  # steps and messages are cut
+    )
+
+
+def plain_runner(pair: Pair) -> ModelRunner:
+    head = DraftHead.load(pair.draft, pair.target, torch.float32)
+    return ModelRunner(head, spec_of(head), 2)
+
+
+@dataclass(slots=True)
+class Twins:
+    """The same calls to both contexts."""
+
+    plain: ModelContext
+    device: DeviceContext
+    rng: random.Random
+    rows: dict[int, int] = field(default_factory=dict)
+
+    def admit(self, slot: int, drafting: Drafting, rows: int) -> None:
+        for context in (self.plain, self.device):
+            context.admit(slot, drafting)
+        self.rows[slot] = 0
+        self.write({slot: rows})
+
+    def write(self, counts: dict[int, int]) -> None:
+        parts = []
+        for slot, count in counts.items():
+            seed = self.rng.randrange(2**31)
+            features = np.random.default_rng(seed).standard_normal((count, WIDTH), np.float32)
+            raw = memoryview(features.tobytes())
+            parts.append(ContextRows(slot, self.rows[slot], count, raw))
+            self.rows[slot] += count
+            for context in (self.plain, self.device):
+                context.reserve(slot, self.rows[slot])
+        for context in (self.plain, self.device):
+            context.write(parts)
+
+    def release(self, slot: int) -> None:
+        del self.rows[slot]
+        for context in (self.plain, self.device):
+            context.release(slot)
+
+    def check(self, nodes: dict[int, int]) -> list[Tree]:
+        entries = [
+            DraftEntry(slot, self.rows[slot], self.rng.randrange(4, 320), count)
+            for slot, count in nodes.items()
+        ]
+        want = self.plain.draft(entries)
+        assert self.device.draft(entries) == want
+        return want
+
+
+def twins(pair: Pair, device: torch.device, seed: int = 0, attention: str = "triton") -> Twins:
+    runner = device_runner(pair, device, attention)
+    return Twins(plain_runner(pair).open_context(), runner.open_context(), random.Random(seed))
+
+
+def life(both: Twins, draftings: Sequence[Drafting], steps: int) -> None:
+    """Slots are admitted one by one, decode together, and one of them is replaced midway."""
+    for slot, drafting in enumerate(draftings):
+        both.admit(slot, drafting, both.rng.randint(1, 14))
+    for step in range(steps):
+        if step == steps // 2:
+            both.release(0)
+            both.admit(0, draftings[-1], 11)
+        both.check({slot: both.rng.choice([2, 3, B, 16, 24, 100]) for slot in both.rows})
+        both.write({slot: both.rng.randint(1, 3) for slot in both.rows})
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *SECTIONS])
+def test_chains(tmp_path: Path, kind: str, device: torch.device) -> None:
+    both = twins(pair_of(tmp_path, kind), device)
+    life(both, [CHAIN, CHAIN], 3)
+    tree = both.check({0: B, 1: 3})[0]
+    assert len(tree) == B and tree.is_chain
+
+
+@pytest.mark.parametrize("name", list(TREES))
+def test_trees(tmp_path: Path, name: str, device: torch.device) -> None:
+    life(twins(pair_of(tmp_path, "dflash"), device), [TREES[name], CHAIN], 2)
+
+
+def test_all_kinds_of_requests_together(tmp_path: Path, device: torch.device) -> None:
+    """Five blocks are two passes of a step here; the pages of a released slot are used again."""
+    both = twins(pair_of(tmp_path, "jetspec"), device)
+    names = ["top2gap", "best_first", "noisy", "noisy_chain"]
+    life(both, [CHAIN, *(TREES[name] for name in names)], 4)
+
+
+def test_the_torch_backend(tmp_path: Path, device: torch.device) -> None:
+    both = twins(pair_of(tmp_path, "sliding"), device, attention="torch")
+    life(both, [TREES["top2gap"], CHAIN], 2)
+
+
+def test_sessions_do_not_touch_each_other(tmp_path: Path, device: torch.device) -> None:
+    pair = pair_of(tmp_path, "dflash")
+    runner, plain = device_runner(pair, device), plain_runner(pair)
+    pairs = [
+        Twins(plain.open_context(), runner.open_context(), random.Random(seed)) for seed in (1, 2)
+    ]
+    with pytest.raises(RuntimeError, match="every draft context is open"):
+        runner.open_context()
+    for both in pairs:
+        both.admit(1, TREES["top2gap"], 9)
+    for both in pairs:
+        both.check({1: 16})
+        both.device.close()
+    assert runner.open_context().free_pages == PAGES
+
+
+def test_pages_run_out(tmp_path: Path, device: torch.device) -> None:
+    runner = device_runner(pair_of(tmp_path, "dflash"), device, pages=20)
+    context = runner.open_context()
+    context.admit(0, CHAIN)
+    with pytest.raises(ValueError, match="slot 0 already holds 0 pages"):
+        context.admit(0, CHAIN)
+    with pytest.raises(NoPages, match="17 context pages at most"):
+        context.reserve(0, MAX_LEN + 1)
+    context.reserve(0, MAX_LEN)
+    context.admit(1, CHAIN)
+    with pytest.raises(NoPages, match="4 context pages are needed, 3 are free"):
+        context.reserve(1, 8)
+    context.release(0)
+    context.reserve(1, 8)
+
+
+def test_warm_up_measures_and_leaves_no_trace(tmp_path: Path, device: torch.device) -> None:
+    pair = pair_of(tmp_path, "dflash")
+    head = DraftHead.load(pair.draft, pair.target, torch.float32, device)
+    spec = spec_of(head, slots=1)
+    seen: list[tuple[int, int]] = []
+    runner = DeviceRunner(
+        head,
+        spec,
+        max_len=140,
+        graphs=Graphs(device),
+        sizes=StepSizes.of(spec, write_rows=16),
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert [done for done, _ in seen] == list(range(1, seen[0][1] + 1))
+    costs = runner.warm_up(TREES["top2gap"].tree)
+    assert [(cost.slots, cost.rows) for cost in costs] == [(1, B)]
+    assert runner.open_context().free_pages == PAGES
+
+
+def test_bytes_needed_is_what_is_taken(tmp_path: Path, device: torch.device) -> None:
+    pair = pair_of(tmp_path, "dflash")
+    head = DraftHead.load(pair.draft, pair.target, torch.float32, device)
+    spec = spec_of(head, pages=100_000)
+    sizes = StepSizes.of(spec, write_rows=8)
+    shape: dict[str, Any] = {"sessions": 1, "max_len": MAX_LEN, "dtype": torch.float32}
+    step = DraftStep(
+        head, spec, sizes=sizes, attention="torch", graphs=Graphs(device, enabled=False), **shape
+    )
+    pages = 2 * step._k.nbytes
+    stated = DraftStep.bytes_needed(head.config, spec, sizes=sizes, **shape)
+    assert pages < stated < 1.1 * pages
+
+
+def test_recorded_work_needs_triton(tmp_path: Path, device: torch.device) -> None:
+    pair = pair_of(tmp_path, "dflash")
+    head = DraftHead.load(pair.draft, pair.target, torch.float32, device)
+    graphs = Graphs(device)
+    graphs.enabled = True
+    with pytest.raises(ValueError, match="torch waits for the device"):
+        DeviceRunner(head, spec_of(head), max_len=MAX_LEN, graphs=graphs, attention="torch")
+    with pytest.raises(ValueError, match="must be torch or triton, got 'fast'"):
+        DeviceRunner(head, spec_of(head), max_len=MAX_LEN, graphs=graphs, attention="fast")
