@@ -132,19 +132,18 @@ def _mass_of_best(logits, row, top, floor, top_k, V: tl.constexpr, BLOCK: tl.con
     digit = tl.arange(0, 256)
     prefix = tl.full((), 0, tl.int64)
     wanted = top_k
+    shift = tl.full((), 24, tl.int32)
     enough = tl.full((), 1, tl.int32)
-    for level in tl.static_range(4):
-        if enough > 0:
-            counts = _digits(logits, row, floor, prefix, 24 - 8 * level, V, BLOCK)
-            from_on = (
-                tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-            )  # tokens of this digit or more
-            if tl.max(from_on, 0) < wanted:
-                enough = tl.full((), 0, tl.int32)  # there are fewer: all are kept
-            else:
-                last = tl.max(tl.where(from_on >= wanted, digit, 0), 0)
-                wanted -= tl.sum(tl.where(digit == last, from_on - counts, 0), 0)
-                prefix = prefix * 256 + last
+    while (shift >= 0) & (enough > 0):
+        counts = _digits(logits, row, floor, prefix, shift, V, BLOCK)
+        from_on = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts  # tokens of this digit or more
+        if tl.max(from_on, 0) < wanted:
+            enough = tl.full((), 0, tl.int32)  # there are fewer: all are kept
+        else:
+            last = tl.max(tl.where(from_on >= wanted, digit, 0), 0)
+            wanted -= tl.sum(tl.where(digit == last, from_on - counts, 0), 0)
+            prefix = prefix * 256 + last
+        shift -= 8
     if enough > 0:
         least = key_value((prefix - (1 << 31)) << 32)
         mass = _mass_down_to(logits, row, top, floor, least, V, BLOCK)
