@@ -211,16 +211,21 @@ def attention_backend(place: Place, wanted: str) -> str:
     return wanted
 
 
-def prefill_backend(place: Place, wanted: str) -> str:
-    """`torch`, `triton` or `flashinfer` for --prefill-attention-backend. Raises ConfigError."""
+def prefill_backend(place: Place, wanted: str, decode: str) -> str:
+    """`torch`, `triton` or `flashinfer` for --prefill-attention-backend, beside that of `decode`.
+
+    Raises ConfigError for a backend that the device, the type or the other one does not go with.
+    """
     flag = "--prefill-attention-backend"
     if wanted in ("triton", "flashinfer") and not place.on_gpu:
         raise ConfigError(f"{flag}: {wanted} needs a GPU, --device is cpu")
     if wanted == "flashinfer" and place.dtype == torch.float32:
         raise ConfigError(f"{flag}: flashinfer has no float32; use triton or torch, or bfloat16")
+    if wanted == "triton" and decode == "torch":
+        raise ConfigError(f"{flag}: triton goes with --attention-backend triton, not torch")
     if wanted != "auto":
         return wanted
-    if not place.on_gpu:
+    if decode == "torch":
         return "torch"
     return "flashinfer" if place.flashinfer and place.dtype == torch.bfloat16 else "triton"
 

@@ -6,6 +6,7 @@ import gc
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,7 +36,11 @@ from slipstream.models import (
     resolve_model,
 )
 from slipstream.models.budget import DECODE_ROWS, PREFILL_ROWS, gib, pages_within, target_reserve
+from slipstream.progress import progress
 from slipstream.wire import MAX_NODES
+
+if TYPE_CHECKING:
+    from services.target.device_runner import DeviceRunner
 
 log = logging.getLogger(__name__)
 
@@ -104,10 +109,11 @@ class _Choices:
             look=look,
         )
         most = min(settings.slots * MAX_NODES, DECODE_ROWS)
+        decode = accelerator.attention_backend(place, settings.attention_backend)
         return cls(
             place,
-            accelerator.attention_backend(place, settings.attention_backend),
-            accelerator.prefill_backend(place, settings.prefill_attention_backend),
+            decode,
+            accelerator.prefill_backend(place, settings.prefill_attention_backend, decode),
             settings.max_prefill_rows or (PREFILL_ROWS if place.on_gpu else CPU_PREFILL_ROWS),
             settings.max_decode_rows or most,
         )
@@ -124,6 +130,21 @@ def load_runner(settings: TargetSettings) -> TargetRunner:
     place = choices.place
     if place.on_gpu:
         accelerator.prepare(place)
+    with accelerator.memory_errors(place):
+        runner = _load(settings, choices)
+    gc.collect()
+    gc.freeze()  # what lives now lives on: no collection looks at it again
+    spec = runner.spec
+    log.info(
+        "%s in %s on %s: %d pages of %d positions, %d slots, attention %s, %s in prefill",
+        spec.model, spec.dtype, accelerator.where(place), spec.pages, spec.page_size, spec.slots,
+        choices.decode, choices.prefill,
+    )  # fmt: skip
+    return runner
+
+
+def _load(settings: TargetSettings, choices: _Choices) -> ModelRunner | DeviceRunner:
+    place = choices.place
     open_tensors: Opener = RandomTensors.open if settings.random_weights else Checkpoint.open
     folder = resolve_model(settings.model)
     config = load_config(folder)
@@ -136,13 +157,6 @@ def load_runner(settings: TargetSettings) -> TargetRunner:
     runner = _runner(settings, choices, model, head, spec)
     if settings.warmup:
         runner.spec = replace(spec, decode_costs=measure(runner))
-    gc.collect()
-    gc.freeze()  # what lives now lives on: no collection looks at it again
-    log.info(
-        "%s in %s on %s: %d pages of %d positions, %d slots, attention %s, %s in prefill",
-        spec.model, spec.dtype, accelerator.where(place), spec.pages, spec.page_size, spec.slots,
-        choices.decode, choices.prefill,
-    )  # fmt: skip
     return runner
 
 
@@ -169,7 +183,7 @@ def _spec(
 
 def _runner(
     settings: TargetSettings, choices: _Choices, model: CausalLM, head: _Head, spec: TargetSpec
-) -> ModelRunner:
+) -> ModelRunner | DeviceRunner:
     config, place = model.config, choices.place
     cache = KVCache(
         layers=config.num_layers,
@@ -182,7 +196,22 @@ def _runner(
         feature_dtype=place.dtype,
         device=place.device,
     )
-    return ModelRunner(model, head.projector, head.taps, spec, cache)
+    if not place.on_gpu:
+        return ModelRunner(model, head.projector, head.taps, spec, cache)
+    from services.target.device_loading import device_runner  # triton is imported with it
+
+    return device_runner(
+        model,
+        head.projector,
+        spec,
+        cache,
+        device=torch.device(place.device),
+        decode_rows=choices.decode_rows,
+        attention=choices.decode,
+        prefill_attention=choices.prefill,
+        graphs=settings.cuda_graphs,
+        progress=progress("target steps"),
+    )
 
 
 def _served_name(model: str) -> str:

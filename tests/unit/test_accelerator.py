@@ -141,10 +141,10 @@ def test_backends_of_a_gpu() -> None:
     assert (auto.decode, auto.prefill) == ("triton", "flashinfer")
     assert choices("--device=cuda", "--dtype=float32").prefill == "triton"
     assert choices("--device=cuda", facts=replace(FACTS, flashinfer=None)).prefill == "triton"
-    given = choices(
-        "--device=cuda", "--attention-backend=torch", "--prefill-attention-backend=torch"
-    )
-    assert (given.decode, given.prefill) == ("torch", "torch")
+    plain = choices("--device=cuda", "--attention-backend=torch")
+    assert (plain.decode, plain.prefill) == ("torch", "torch")
+    mixed = choices("--device=cuda", "--prefill-attention-backend=torch")
+    assert (mixed.decode, mixed.prefill) == ("triton", "torch")
 
 
 def test_backends_of_a_cpu() -> None:
@@ -158,6 +158,14 @@ def test_backends_of_a_cpu() -> None:
         (
             ["--device=cuda", "--dtype=float32", "--prefill-attention-backend=flashinfer"],
             "--prefill-attention-backend: flashinfer has no float32",
+        ),
+        (
+            [
+                "--device=cuda",
+                "--attention-backend=torch",
+                "--prefill-attention-backend=triton",
+            ],
+            "--prefill-attention-backend: triton goes with --attention-backend triton",
         ),
         (["--device=cpu", "--attention-backend=triton"], "--attention-backend: triton needs a GPU"),
         (
