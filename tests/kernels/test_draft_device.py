@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from services.draft import warmup
 from services.draft.device_runner import DeviceContext, DeviceRunner
 from services.draft.device_step import DraftStep, StepSizes
 from services.draft.model_runner import ModelContext, ModelRunner
@@ -21,7 +22,7 @@ from slipstream.models import DraftHead
 from slipstream.tree import Tree, resolve_spec
 from tests.tiny import MASK, Pair, make_pair
 
-B = 8
+B = 5
 SLOTS, PAGES, PAGE_SIZE, MAX_LEN = 5, 40, 4, 60
 WIDTH = 48
 CHAIN = Drafting(resolve_spec("chain", block_size=B))
@@ -80,6 +81,7 @@ def spec_of(head: DraftHead, slots: int = SLOTS, pages: int = PAGES) -> DraftSpe
 def device_runner(
     pair: Pair, device: torch.device, attention: str = "triton", **more: Any
 ) -> DeviceRunner:
+    """Passes hold two blocks and eight context rows: steps and messages are cut."""
     head = DraftHead.load(pair.draft, pair.target, torch.float32, device)
     spec = spec_of(head, **more)
     return DeviceRunner(
@@ -89,7 +91,7 @@ def device_runner(
         graphs=Graphs(device, enabled=attention == "triton"),
         sessions=2,
         attention=attention,
-        sizes=StepSizes.of(spec, rows=3 * B, write_rows=8),  # steps and messages are cut
+        sizes=StepSizes.of(spec, rows=2 * B, write_rows=8),
     )
 
 
@@ -141,72 +143,99 @@ class Twins:
         return want
 
 
-def twins(pair: Pair, device: torch.device, seed: int = 0, attention: str = "triton") -> Twins:
-    runner = device_runner(pair, device, attention)
-    return Twins(plain_runner(pair).open_context(), runner.open_context(), random.Random(seed))
+class Runners:
+    """Runners of each kind of head, made once: recording is what takes time."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        self.folder, self.device = folder, device
+        self.made: dict[str, tuple[ModelRunner, DeviceRunner]] = {}
+
+    def get(self, kind: str) -> tuple[ModelRunner, DeviceRunner]:
+        if kind not in self.made:
+            pair = pair_of(self.folder / kind, kind)
+            # Interpreted attention is slow: the kernel has its own tests, and one here.
+            torch_only = self.device.type == "cpu" and kind != "sliding"
+            runner = device_runner(pair, self.device, "torch" if torch_only else "triton")
+            self.made[kind] = (plain_runner(pair), runner)
+        return self.made[kind]
+
+
+@pytest.fixture(scope="module")
+def runners(tmp_path_factory: pytest.TempPathFactory, device: torch.device) -> Runners:
+    return Runners(tmp_path_factory.mktemp("heads"), device)
+
+
+@pytest.fixture
+def steps(device: torch.device) -> int:
+    """Of every life; interpreted, a step takes a second."""
+    return 1 if device.type == "cpu" else 12
+
+
+@pytest.fixture
+def twins(runners: Runners) -> Iterator[Callable[..., Twins]]:
+    opened: list[Twins] = []
+
+    def make(kind: str, seed: int = 0) -> Twins:
+        plain, runner = runners.get(kind)
+        opened.append(Twins(plain.open_context(), runner.open_context(), random.Random(seed)))
+        return opened[-1]
+
+    yield make
+    for both in opened:
+        both.plain.close()
+        both.device.close()
+        assert both.device.free_pages == PAGES
 
 
 def life(both: Twins, draftings: Sequence[Drafting], steps: int) -> None:
     """Slots are admitted one by one, decode together, and one of them is replaced midway."""
     for slot, drafting in enumerate(draftings):
-        both.admit(slot, drafting, both.rng.randint(1, 14))
+        both.admit(slot, drafting, both.rng.randint(1, 5))
     for step in range(steps):
-        if step == steps // 2:
+        if step and step == steps // 2:
             both.release(0)
-            both.admit(0, draftings[-1], 11)
+            both.admit(0, draftings[-1], 9)
         both.check({slot: both.rng.choice([2, 3, B, 16, 24, 100]) for slot in both.rows})
         both.write({slot: both.rng.randint(1, 3) for slot in both.rows})
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *SECTIONS])
-def test_chains(tmp_path: Path, kind: str, device: torch.device) -> None:
-    both = twins(pair_of(tmp_path, kind), device)
-    life(both, [CHAIN, CHAIN], 3)
+def test_chains(kind: str, twins: Callable[..., Twins], steps: int) -> None:
+    both = twins(kind)
+    life(both, [CHAIN, CHAIN], steps)
     tree = both.check({0: B, 1: 3})[0]
     assert len(tree) == B and tree.is_chain
 
 
 @pytest.mark.parametrize("name", list(TREES))
-def test_trees(tmp_path: Path, name: str, device: torch.device) -> None:
-    life(twins(pair_of(tmp_path, "dflash"), device), [TREES[name], CHAIN], 2)
+def test_trees(name: str, twins: Callable[..., Twins], steps: int) -> None:
+    life(twins("dflash"), [TREES[name]], steps)
 
 
-def test_all_kinds_of_requests_together(tmp_path: Path, device: torch.device) -> None:
-    """Five blocks are two passes of a step here; the pages of a released slot are used again."""
-    both = twins(pair_of(tmp_path, "jetspec"), device)
+def test_all_kinds_of_requests_together(twins: Callable[..., Twins], steps: int) -> None:
+    """Five blocks are three passes of a step here; the pages of a released slot are used again."""
     names = ["top2gap", "best_first", "noisy", "noisy_chain"]
-    life(both, [CHAIN, *(TREES[name] for name in names)], 4)
+    life(twins("jetspec"), [CHAIN, *(TREES[name] for name in names)], 2 * steps)
 
 
-def test_the_torch_backend(tmp_path: Path, device: torch.device) -> None:
-    both = twins(pair_of(tmp_path, "sliding"), device, attention="torch")
-    life(both, [TREES["top2gap"], CHAIN], 2)
-
-
-def test_sessions_do_not_touch_each_other(tmp_path: Path, device: torch.device) -> None:
-    pair = pair_of(tmp_path, "dflash")
-    runner, plain = device_runner(pair, device), plain_runner(pair)
-    pairs = [
-        Twins(plain.open_context(), runner.open_context(), random.Random(seed)) for seed in (1, 2)
-    ]
+def test_sessions_do_not_touch_each_other(runners: Runners, twins: Callable[..., Twins]) -> None:
+    pairs = [twins("dflash", 1), twins("dflash", 2)]
     with pytest.raises(RuntimeError, match="every draft context is open"):
-        runner.open_context()
+        runners.get("dflash")[1].open_context()
     for both in pairs:
         both.admit(1, TREES["top2gap"], 9)
     for both in pairs:
         both.check({1: 16})
-        both.device.close()
-    assert runner.open_context().free_pages == PAGES
 
 
 def test_pages_run_out(tmp_path: Path, device: torch.device) -> None:
-    runner = device_runner(pair_of(tmp_path, "dflash"), device, pages=20)
+    runner = device_runner(pair_of(tmp_path, "dflash"), device, "torch", pages=20)
     context = runner.open_context()
     context.admit(0, CHAIN)
     with pytest.raises(ValueError, match="slot 0 already holds 0 pages"):
         context.admit(0, CHAIN)
     with pytest.raises(NoPages, match="17 context pages at most"):
-        context.reserve(0, MAX_LEN + 1)
+        context.reserve(0, MAX_LEN + PAGE_SIZE)
     context.reserve(0, MAX_LEN)
     context.admit(1, CHAIN)
     with pytest.raises(NoPages, match="4 context pages are needed, 3 are free"):
@@ -215,7 +244,10 @@ def test_pages_run_out(tmp_path: Path, device: torch.device) -> None:
     context.reserve(1, 8)
 
 
-def test_warm_up_measures_and_leaves_no_trace(tmp_path: Path, device: torch.device) -> None:
+def test_warm_up_measures_and_leaves_no_trace(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warmup, "PREFIX", 3)
     pair = pair_of(tmp_path, "dflash")
     head = DraftHead.load(pair.draft, pair.target, torch.float32, device)
     spec = spec_of(head, slots=1)
@@ -223,9 +255,10 @@ def test_warm_up_measures_and_leaves_no_trace(tmp_path: Path, device: torch.devi
     runner = DeviceRunner(
         head,
         spec,
-        max_len=140,
-        graphs=Graphs(device),
-        sizes=StepSizes.of(spec, write_rows=16),
+        max_len=MAX_LEN,
+        graphs=Graphs(device, enabled=False),
+        attention="torch",
+        sizes=StepSizes.of(spec, write_rows=4),
         progress=lambda done, total: seen.append((done, total)),
     )
     assert [done for done, _ in seen] == list(range(1, seen[0][1] + 1))
