@@ -134,7 +134,7 @@ class DraftStep:
         self._ids = buffer(sizes.rows, kind=torch.int32)
         self._embedded = buffer(sizes.rows, config.hidden_size)
         self._mixed = buffer(sizes.rows, config.num_heads * config.head_dim)
-        self._hidden: dict[int, Tensor] = {}
+        self._hidden = buffer(sizes.rows, config.hidden_size)
         self._lm_head = model.vocabulary.head.plain
         logit_rows = sizes.logit_rows(config.vocab_size)
         self._logits = buffer(logit_rows, config.vocab_size, kind=torch.float32)
@@ -183,7 +183,7 @@ class DraftStep:
         )
         kv = config.num_kv_heads * config.head_dim
         q = config.num_heads * config.head_dim
-        a_row = 4 * config.hidden_size + 3 * q + 2 * kv + 3 * config.intermediate_size
+        a_row = 5 * config.hidden_size + 3 * q + 2 * kv + 3 * config.intermediate_size
         written = config.num_layers * 2 * kv + spec.feature_width
         logit_rows = sizes.logit_rows(config.vocab_size)
         table = _table_pages(spec, max_len)
@@ -200,6 +200,8 @@ class DraftStep:
 
     def record(self, progress: Progress = lambda done, total: None) -> None:
         """Runs every piece of work once and records it."""
+        if self.graphs.stream is not None:
+            torch.cuda.synchronize(self.graphs.device)  # the buffers were filled on another stream
         pieces = self._pieces()
         for done, (key, work) in enumerate(pieces.items()):
             self._work[key] = self.graphs.capture(work)
@@ -271,12 +273,13 @@ class DraftStep:
                 mask, self._mixed[:size],
             )  # fmt: skip
 
-        self._hidden[size] = self._decoder.forward(
+        self._decoder.forward(
             x,
             rows,
             attend,
             lambda layer: (self._k[layer], self._v[layer]),
             value_scale=config.value_scale,
+            out=self._hidden[:size],
         )
 
     @torch.inference_mode()
@@ -290,7 +293,7 @@ class DraftStep:
         scratch = self._scratch.narrow(kind.ranks)
         step = len(self._logits)
         for first in range(0, size, step):
-            hidden = self._hidden[size][first : first + step]
+            hidden = self._hidden[first : min(size, first + step)]
             candidates(
                 self._head(hidden), rows.entries, blocks, self.specs.specs, tokens, logprobs,
                 self._found, scratch, ranks=kind.ranks, mask_id=self._config.mask_token_id,

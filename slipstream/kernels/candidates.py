@@ -54,6 +54,7 @@ MOST_VOCABULARY = 1 << 18  # chunks of a row that are held in registers: 4,096
 _CHUNK = tl.constexpr(CHUNK)
 _ID_BITS = tl.constexpr(20)
 _IDS = tl.constexpr((1 << 20) - 1)
+_SPREAD = tl.constexpr(16.0)  # how far below the largest logit the last candidate may well lie
 _TILE = 64  # candidates that others are counted against at a time
 
 
@@ -214,12 +215,17 @@ def _first(
 
 
 @triton.jit
-def _key(value, index):
-    """int64 >= 0 whose order is (value, lower index first); zeros of both signs are equal."""
+def _ordered(value):
+    """int64 in [0, 2^32) in the order of fp32 values; zeros of both signs are equal."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     low = bits.to(tl.int64) & 0xFFFFFFFF
-    ordered = tl.where(bits < 0, 0xFFFFFFFF - low, low + 0x80000000)
-    return (ordered << _ID_BITS) | (index ^ _IDS).to(tl.int64)
+    return tl.where(bits < 0, 0xFFFFFFFF - low, low + 0x80000000)
+
+
+@triton.jit
+def _key(value, index):
+    """int64 >= 0 whose order is (value, lower index first)."""
+    return (_ordered(value) << _ID_BITS) | (index ^ _IDS).to(tl.int64)
 
 
 @triton.jit
@@ -231,18 +237,22 @@ def _value(key):
 
 
 @triton.jit
-def _threshold(keys, count, NUMEL: tl.constexpr):
-    """What exactly `count` (1 .. NUMEL) of the keys reach, all of which differ."""
+def _threshold(keys, count, middle, NUMEL: tl.constexpr):
+    """What exactly `count` (1 .. NUMEL) of the keys reach, all of which differ.
+
+    The bisection begins at `middle`, of any value: halves of all keys there may be would need some
+    ten more steps.
+    """
     low = tl.full((), 0, tl.int64)
     high = tl.max(keys, 0) + 1
     # `count` keys or more reach `low`, fewer reach `high`. When they are next to each other, one
     # key at most makes the difference, so that `low` is reached by `count` keys.
     reached = tl.full((), NUMEL, tl.int32)
     while reached != count:
-        middle = (low + high) >> 1
         reached = tl.sum((keys >= middle).to(tl.int32), 0)
         low = tl.where(reached >= count, middle, low)
         high = tl.where(reached >= count, high, middle)
+        middle = (low + high) >> 1
     return low
 
 
@@ -258,7 +268,9 @@ def _gather(
     # What is no chunk comes after all chunks.
     key = tl.where(lane < CHUNKS, _key(peak, lane), (lane ^ _IDS).to(tl.int64))
     wanted = tl.minimum(count, LANES)
-    best = key >= _threshold(key, wanted, LANES)
+    near = _ordered(tl.max(peak, 0) - _SPREAD) << _ID_BITS
+    threshold = _threshold(key, wanted, near, LANES)
+    best = key >= threshold
     tl.store(chunks + tl.cumsum(best.to(tl.int32), 0) - 1, lane, mask=best)
     tl.debug_barrier()
     place = tl.arange(0, RANKS * _CHUNK)
@@ -268,7 +280,8 @@ def _gather(
     real = (rank < wanted) & (ids < VOCABULARY)
     x = _read(logits, tl.where(real, ids, VOCABULARY), VOCABULARY, MASK)
     key = tl.where(real, _key(x, ids), (place ^ _IDS).to(tl.int64))
-    best = key >= _threshold(key, count, RANKS * _CHUNK)
+    # The last of those chunks' best tokens is the `count`-th best at least.
+    best = key >= _threshold(key, count, threshold >> _ID_BITS << _ID_BITS, RANKS * _CHUNK)
     tl.store(keys + tl.cumsum(best.to(tl.int32), 0) - 1, key, mask=best)
     tl.debug_barrier()
 

@@ -139,8 +139,24 @@ class Twins:
             for slot, count in nodes.items()
         ]
         want = self.plain.draft(entries)
+        poison(self.device)
         assert self.device.draft(entries) == want
         return want
+
+
+def poison(context: DeviceContext) -> None:
+    """Spoils all that a step leaves behind and may not be read by the next."""
+    step = context._step
+    scratch = step._scratch
+    with step.graphs.on_stream():
+        for buffer in (
+            step._hidden, step._embedded, step._mixed, step._both, step._logits, step._logprobs,
+            scratch.peaks, scratch.mass,
+        ):  # fmt: skip
+            buffer.fill_(torch.nan)
+        for buffer in (step._tokens, step._found, step._ids, scratch.chunks, scratch.keys):
+            buffer.fill_(-7)
+        step.result.fill_(-7)
 
 
 class Runners:
@@ -156,6 +172,9 @@ class Runners:
             # Interpreted attention is slow: the kernel has its own tests, and one here.
             torch_only = self.device.type == "cpu" and kind != "sliding"
             runner = device_runner(pair, self.device, "torch" if torch_only else "triton")
+            with runner.step.graphs.on_stream():
+                for pages in (runner.step._k, runner.step._v):
+                    pages.fill_(torch.nan)  # what was never written is never read
             self.made[kind] = (plain_runner(pair), runner)
         return self.made[kind]
 
