@@ -22,7 +22,9 @@ def flat_slots(pages: Sequence[int], positions: Sequence[int], page_size: int) -
 class KVCache:
     """K and V of every layer, and the features beside them.
 
-    K and V pages of a layer are NHD: (pages, page_size, kv_heads, head_dim).
+    Attributes:
+        kv: (layers, 2, pages, page_size, kv_heads, head_dim), K before V; a layer's pages are NHD.
+        features: (pages * page_size, width).
     """
 
     def __init__(
@@ -41,12 +43,12 @@ class KVCache:
         """`feature_width` 0: no features are kept."""
         self.page_size = page_size
         shape = (layers, 2, pages, page_size, kv_heads, head_dim)
-        self._kv = torch.zeros(shape, dtype=dtype, device=device)
-        self._rows = self._kv.view(2 * layers, pages * page_size, kv_heads * head_dim)
-        self._features = torch.zeros(
+        self.kv = torch.zeros(shape, dtype=dtype, device=device)
+        self._rows = self.kv.view(2 * layers, pages * page_size, kv_heads * head_dim)
+        self.features = torch.zeros(
             pages * page_size, feature_width, dtype=feature_dtype, device=device
         )
-        self._layers = [(self._kv[layer, 0], self._kv[layer, 1]) for layer in range(layers)]
+        self._layers = [(self.kv[layer, 0], self.kv[layer, 1]) for layer in range(layers)]
 
     @staticmethod
     def page_bytes(
@@ -78,12 +80,12 @@ class KVCache:
 
     def write_features(self, rows: Tensor, target: Sequence[int]) -> None:
         """Puts feature rows (n, width) into flat slots."""
-        index = torch.tensor(target, device=self._features.device)
-        self._features.index_copy_(0, index, rows.to(self._features.dtype))
+        index = torch.tensor(target, device=self.features.device)
+        self.features.index_copy_(0, index, rows.to(self.features.dtype))
 
     def read_features(self, source: Sequence[int]) -> memoryview:
         """Feature rows of flat slots as raw little-endian bytes."""
-        index = torch.tensor(source, device=self._features.device)
-        rows = self._features.index_select(0, index).cpu()
+        index = torch.tensor(source, device=self.features.device)
+        rows = self.features.index_select(0, index).cpu()
         raw: npt.NDArray[np.uint8] = rows.view(torch.uint8).numpy()
         return raw.data.cast("B")

@@ -45,8 +45,12 @@ class Graphs:
     def capture(self, work: Work) -> Work:
         """Runs `work` once, which loads and compiles all it needs, then records it.
 
+        On a CPU there is nothing to load, and `work` is what is returned.
+
         `work` must read and write fixed addresses, and must not look at what it computes.
         """
+        if self.stream is None:
+            return work
         with self.on_stream():
             work()
             if not self.enabled:

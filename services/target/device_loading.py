@@ -1,0 +1,80 @@
+"""From a loaded model to a runner on its device, every piece of work recorded."""
+
+from __future__ import annotations
+
+import torch
+
+from services.target.device_runner import DeviceRunner
+from services.target.device_slots import DeviceSlots
+from services.target.device_step import DeviceStep, Progress, Sizes
+from services.target.kv_cache import KVCache
+from services.target.prefill import FlashInferAttention, PlainAttention, PrefillAttention
+from services.target.runner import TargetSpec
+from slipstream.layers.graphs import Graphs
+from slipstream.models import CausalLM, ContextProjector
+
+RECORDED_PREFILL_ROWS = 256
+"""With another backend for prefill, steps of up to so many rows still use the step's own kernels:
+launched piece by piece they would take longer than they compute."""
+
+MAX_LOGPROBS = 20
+
+
+def device_runner(
+    model: CausalLM,
+    projector: ContextProjector | None,
+    spec: TargetSpec,
+    cache: KVCache,
+    *,
+    device: torch.device,
+    decode_rows: int,
+    attention: str = "triton",
+    prefill_attention: str = "triton",
+    graphs: bool = True,
+    progress: Progress = lambda done, total: None,
+) -> DeviceRunner:
+    """Takes all memory, compiles and loads every kernel.
+
+    Args:
+        model, projector: on `device`.
+        decode_rows: rows of one decode graph at most.
+        attention: triton, or torch, which cannot be recorded.
+        prefill_attention: triton, torch or flashinfer.
+
+    Raises ConfigError when FlashInfer is wanted and missing, or has no kernel for the type.
+    """
+    slots = DeviceSlots(spec.slots, spec.vocab_size, MAX_LOGPROBS, device)
+    max_pages = -(-spec.max_positions // spec.page_size)
+    own = prefill_attention == attention == "triton"
+    step = DeviceStep(
+        model,
+        projector,
+        projector.config.target_layer_ids if projector is not None else (),
+        slots,
+        cache,
+        max_pages=max_pages,
+        sizes=Sizes(
+            decode_rows,
+            spec.max_prefill_rows,
+            spec.max_prefill_rows if own else RECORDED_PREFILL_ROWS,
+        ),
+        attention=attention,
+        graphs=Graphs(device, graphs and attention != "torch"),
+    )
+    step.record(progress)
+    runner = DeviceRunner(spec, step, slots, cache, _prefill(prefill_attention, model, step, cache))
+    if device.type == "cuda":
+        runner.warm_up()
+    return runner
+
+
+def _prefill(
+    backend: str, model: CausalLM, step: DeviceStep, cache: KVCache
+) -> PrefillAttention | None:
+    if backend == "flashinfer":
+        # Every page may be held by the entries of one step.
+        pages = cache.features.shape[0] // cache.page_size
+        return FlashInferAttention(model.config, step, cache, pages)
+    if backend == "torch":
+        return PlainAttention(model.config, step, cache)
+    return None

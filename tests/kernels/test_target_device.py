@@ -1,0 +1,103 @@
+"""The device's target behind the real engine: the same tokens as the plain runner, tree or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from services.target.device_loading import device_runner
+from services.target.device_runner import DeviceRunner
+from services.target.kv_cache import KVCache
+from services.target.runner import TargetSpec
+from slipstream.models import CausalLM, ContextProjector
+from slipstream.params import SamplingParams
+from tests.fakes.target_driver import Driver
+from tests.tiny import Pair, make_pair
+from tests.unit.target_model_rig import (
+    VOCAB,
+    Trees,
+    chain,
+    fresh,
+    generate,
+    load,
+    noise,
+    oracle,
+    plain,
+    torn,
+)
+
+SAMPLED = SamplingParams(temperature=0.9, seed=7, top_p=0.95, presence_penalty=0.4)
+SHORT = 24 if torch.cuda.is_available() else 4  # tokens of a request
+
+
+def on_device(pair: Pair, device: torch.device, **more: Any) -> DeviceRunner:
+    """The device's runner of a pair in fp32, as small as the tests need it."""
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = False
+    model = CausalLM.load(pair.target, torch.float32, device)
+    projector = ContextProjector.load(pair.draft, torch.float32, device)
+    config, width = model.config, projector.config.hidden_size
+    spec = TargetSpec(
+        model="tiny", vocab_size=config.vocab_size, max_model_len=256, slots=6, pages=200,
+        page_size=8, max_nodes=256, max_prefill_rows=64, feature_width=width,
+    )  # fmt: skip
+    cache = KVCache(
+        layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+        pages=200, page_size=8, dtype=torch.float32, feature_width=width,
+        feature_dtype=torch.float32, device=device,
+    )  # fmt: skip
+    fields = {"decode_rows": 64} | more
+    return device_runner(model, projector, spec, cache, device=device, **fields)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp(request.param), request.param, vocab=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def runner(pair: Pair, device: torch.device) -> DeviceRunner:
+    return on_device(pair, device)
+
+
+@pytest.fixture
+def driver(runner: DeviceRunner) -> Iterator[Driver[DeviceRunner]]:
+    made = Driver(runner)
+    yield made
+    made.engine.check()
+    made.engine.stop()
+    assert not made.failure
+
+
+GPU = pytest.mark.gpu  # interpreted, a case takes half a minute
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    [
+        pytest.param(kind, sampling, id=f"{kind}-{name}", marks=marks)
+        for kind in ("plain", "oracle", "noise", "torn", "chain")
+        for name, sampling in (("greedy", SamplingParams()), ("sampled", SAMPLED))
+        for marks in (() if (kind, name) == ("oracle", "sampled") else (GPU,),)
+    ],
+)
+def test_tokens_equal_the_plain_runner(
+    driver: Driver[DeviceRunner], pair: Pair, kind: str, sampling: SamplingParams
+) -> None:
+    reference = Driver(load(pair))
+    want = plain(reference, sampling=sampling, count=SHORT)
+    reference.engine.stop()
+    sources: dict[str, Trees] = {
+        "oracle": oracle(want), "noise": noise, "torn": torn, "chain": chain(want)
+    }  # fmt: skip
+    requests = fresh()
+    got = generate(
+        driver, requests, sources.get(kind), join_every=1, chunk=16, sampling=sampling, count=SHORT
+    )
+    assert got == list(want.values())
+    if kind in ("oracle", "chain"):
+        assert sum(request.accepted for request in requests) > 0
+        assert max(request.verified for request in requests) > 1
