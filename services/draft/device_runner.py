@@ -14,7 +14,7 @@ import torch
 
 from services.draft.candidates import Block
 from services.draft.context_cache import PagePool
-from services.draft.device_step import DraftStep, Progress, StepSizes
+from services.draft.device_step import DraftStep, StepSizes
 from services.draft.runner import (
     ContextRows,
     DraftCost,
@@ -28,6 +28,7 @@ from slipstream.kernels.grow import NODE_INTS
 from slipstream.layers.graphs import Graphs
 from slipstream.layers.staging import Readback
 from slipstream.models import DraftHead
+from slipstream.progress import Progress
 from slipstream.tree import Tree, TreeSpec
 
 

@@ -8,7 +8,7 @@ piece is made for, the others have no entry and touch nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -31,6 +31,7 @@ from slipstream.layers.graphs import Graphs, Work, bucket_of, buckets
 from slipstream.layers.staging import Upload
 from slipstream.models import DraftConfig, DraftHead
 from slipstream.models.fused import FusedDecoder, FusedLinear
+from slipstream.progress import Progress
 from slipstream.wire import MAX_NODES
 
 LOGIT_BYTES = 512 << 20
@@ -41,9 +42,6 @@ MOST_ROWS = 2048
 
 WRITE_ROWS = 1024
 """Most context rows of one pass."""
-
-Progress = Callable[[int, int], None]
-"""Called with the pieces recorded and how many there are."""
 
 
 @dataclass(frozen=True, slots=True)
