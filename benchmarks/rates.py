@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -24,7 +25,7 @@ def copy_bandwidth(device: torch.device | str = "cuda") -> float:
     size = COPY_BYTES[place.type]
     source = torch.zeros(size, dtype=torch.uint8, device=place)
     target = torch.zeros_like(source)
-    seconds = _seconds(lambda: target.copy_(source), place)
+    seconds = _seconds(partial(target.copy_, source), place)
     del source, target
     _give_back(place)
     return 2 * size / seconds
@@ -36,7 +37,7 @@ def matrix_rate(device: torch.device | str = "cuda", dtype: torch.dtype = torch.
     rows = MATRIX_ROWS[place.type]
     left, right = (torch.randn(rows, rows, device=place).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
-    seconds = _seconds(lambda: torch.mm(left, right, out=out), place)
+    seconds = _seconds(partial(torch.mm, left, right, out=out), place)
     del left, right, out
     _give_back(place)
     return 2 * rows**3 / seconds
