@@ -10,15 +10,13 @@ from services.target.device_step import DeviceStep, Progress, Sizes
 from services.target.kv_cache import KVCache
 from services.target.prefill import FlashInferAttention, PlainAttention, PrefillAttention
 from services.target.runner import TargetSpec
+from services.target.slots import MAX_LOGPROBS
 from slipstream.layers.graphs import Graphs
 from slipstream.models import CausalLM, ContextProjector
 
 RECORDED_PREFILL_ROWS = 256
 """With another backend for prefill, steps of up to so many rows still use the step's own kernels:
 launched piece by piece they would take longer than they compute."""
-
-MAX_LOGPROBS = 20
-
 
 def device_runner(
     model: CausalLM,
