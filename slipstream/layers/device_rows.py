@@ -1,4 +1,4 @@
-"""The rows of a step as device tensors with fixed addresses: a CUDA graph can be captured over them.
+"""The rows of a step as device tensors with fixed addresses, which a CUDA graph can read.
 
 `RowBatch` is built on the host for one step; these are allocated once, filled by kernels, and no
 length in them is ever known to the host.
