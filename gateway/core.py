@@ -330,7 +330,7 @@ class Core:
         self.info, self.outage_until, self._target_drains = info, None, False
         self.board = Board(ready.slots, ready.pages, ready.page_size, ready.last_step)
         self.drafting.board = self.board
-        chunk = min(settings.max_prefill_chunk, ready.max_prefill_rows)
+        chunk = min(settings.max_prefill_chunk or ready.max_prefill_rows, ready.max_prefill_rows)
         self.planner = Planner(self.board, self, settings.pipeline_depth, chunk)
         self._refill = Refill(ready.slots, settings.min_free_slots, settings.refill_wait_s)
         self._results.forget()

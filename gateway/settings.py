@@ -29,7 +29,7 @@ class SchedulerSettings:
     budget: int | None = None
     min_free_slots: int = 0
     refill_wait_s: float = 0.05
-    max_prefill_chunk: int = 512
+    max_prefill_chunk: int | None = None
     recover_timeout_s: float = 60.0
     draft_wait_s: float = 10.0
 
@@ -76,8 +76,10 @@ class GatewaySettings(ProcessSettings):
     refill_wait_ms: float = Field(
         default=50.0, ge=0, description="longest that a refill waits for more free slots"
     )
-    max_prefill_chunk: int = Field(
-        default=512, ge=1, description="prompt rows computed between two decode steps"
+    max_prefill_chunk: int | None = Field(
+        default=None,
+        ge=1,
+        description="prompt rows computed between two decode steps; default: all the target takes",
     )
     recover_timeout: float = Field(
         default=60.0, ge=0, description="seconds that requests wait for a lost target"
