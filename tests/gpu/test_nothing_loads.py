@@ -42,7 +42,7 @@ def loads() -> Iterator[list[str]]:
     hooks = triton.knobs.runtime.kernel_load_start_hook
     hooks.add(loading)
     try:
-        with torch.profiler.profile() as profiler:
+        with torch.profiler.profile(acc_events=True) as profiler:
             yield found
             torch.cuda.synchronize()
         for event in profiler.events():
