@@ -3,7 +3,7 @@
 With lossless greedy decoding the target's tokens are known beforehand, so acceptance follows from
 walking every drafted tree along them. One target pass per prompt gives the context features.
 `benchmarks.lossless` measures the same through whole stacks; this one is quick enough for many
-trees.
+trees. Resumable: finished trees are read from the result file.
 
     python -m benchmarks.replay_tau --golden FILE.jsonl --out benchmarks/results/replay_tau.json
 """
@@ -46,7 +46,10 @@ TREES: dict[str, tuple[str, dict[str, Any]]] = {
     "top2gap w7 b64": ("top2gap", {"width": 7, "budget": 64, "spine": False}),
     "accum_logp w7 b64": ("accum_logp", {"width": 7, "budget": 64, "spine": False}),
     "top2gap w4 b32, spine": ("top2gap", {"width": 4, "budget": 32}),
+    "top2gap w4 b64, spine": ("top2gap", {"width": 4, "budget": 64}),
+    "top2gap w4 b128, spine": ("top2gap", {"width": 4, "budget": 128}),
     "top2gap w7 b64, spine": ("top2gap", {"width": 7, "budget": 64}),
+    "top2gap w7 b128, spine": ("top2gap", {"width": 7, "budget": 128}),
     "best_first b32, spine": ("best_first", {"width": 31, "budget": 32}),
     "best_first b64, spine": ("best_first", {"width": 63, "budget": 64}),
 }
@@ -136,11 +139,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--golden", type=Path, required=True)
     parser.add_argument("--heads", default="jetspec,dflash")
+    parser.add_argument("--trees", nargs="+", choices=TREES, default=list(TREES), metavar="TREE")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/replay_tau.json"))
     args = parser.parse_args()
     golden = [json.loads(line) for line in args.golden.read_text().splitlines()]
     model = CausalLM.load(resolve_model(TARGET), torch.float32)
     result: dict[str, Any] = {"machine": machine(), "prompts": len(golden), "tau": {}}
+    if args.out.exists():
+        result["tau"] = json.loads(args.out.read_text())["tau"]
     for head in args.heads.split(","):
         runner = load_runner(
             DraftSettings(model=TARGET, draft=head, dtype="float32", slots=BATCH, pages=800)
@@ -155,7 +161,10 @@ def main() -> None:
             for ids in [row["prompt_ids"] + row["greedy_ids"]]
         ]  # fmt: skip
         context = runner.open_context()
-        for name, (mode, options) in TREES.items():
+        for name in args.trees:
+            if f"{head} {name}" in result["tau"]:
+                continue
+            mode, options = TREES[name]
             spec = resolve_spec(mode, block_size=runner.spec.block_size, **options)
             began = time.perf_counter()
             for first in range(0, len(answers), BATCH):
