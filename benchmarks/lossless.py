@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,15 @@ class Config:
     depth: int = 1
     streams: int = 8
     per_set: int = 0
+    up: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         spine = "" if self.tree == "chain" else ("+spine" if self.spine else "-spine")
         shape = self.tree if self.tree == "chain" else f"{self.tree}-w{self.width}-b{self.budget}"
         rows = "all" if not self.per_set else f"{self.per_set}/set"
-        return f"{self.head}/{shape}{spine}/depth{self.depth}/x{self.streams}/{rows}"
+        more = "".join(f" {word}" for word in self.up)
+        return f"{self.head}/{shape}{spine}/depth{self.depth}/x{self.streams}/{rows}{more}"
 
     @property
     def options(self) -> list[str]:
@@ -49,6 +52,7 @@ class Config:
             *("--draft", self.head, "--dtype", "float32"),
             *("--speculative-config", json.dumps(spec)),
             *("--pipeline-depth", str(self.depth)),
+            *self.up,
         ]
 
 
@@ -74,8 +78,6 @@ def matrix() -> list[Config]:
 
 
 def _few(config: Config, **changes: int) -> Config:
-    from dataclasses import replace
-
     return replace(config, per_set=4, **changes)
 
 
@@ -154,15 +156,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/lossless.json"))
     parser.add_argument("--only", default="", help="configurations whose name contains this")
     parser.add_argument("--per-set", type=int, default=None, help="prompts of each set instead")
+    parser.add_argument("--streams", type=int, default=None, help="requests at once instead")
+    parser.add_argument("--up", default="", help='further options of up: --up="--device cuda"')
     args = parser.parse_args()
+    changes: dict[str, Any] = {"up": tuple(shlex.split(args.up))}
+    for name in ("per_set", "streams"):
+        if getattr(args, name) is not None:
+            changes[name] = getattr(args, name)
     golden = [json.loads(line) for line in args.golden.read_text().splitlines()]
     result = json.loads(args.out.read_text()) if args.out.exists() else {"configs": {}}
     result["machine"] = machine()
     for config in matrix():
-        if args.per_set is not None:
-            from dataclasses import replace
-
-            config = replace(config, per_set=args.per_set)
+        config = replace(config, **changes)
         if args.only not in config.name or config.name in result["configs"]:
             continue
         got = run(config, golden)

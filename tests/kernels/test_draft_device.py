@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from services.draft import warmup
 from services.draft.device_runner import DeviceContext, DeviceRunner
@@ -21,6 +23,8 @@ from slipstream.layers.graphs import Graphs
 from slipstream.models import DraftHead
 from slipstream.tree import Tree, resolve_spec
 from tests.tiny import MASK, Pair, make_pair
+
+ROUNDING, TRIALS = 1e-5, 200
 
 B = 5
 SLOTS, PAGES, PAGE_SIZE, MAX_LEN = 5, 40, 4, 60
@@ -140,8 +144,23 @@ class Twins:
         ]
         want = self.plain.draft(entries)
         poison(self.device)
-        assert self.device.draft(entries) == want
+        got = self.device.draft(entries)
+        for entry, ours, plain in zip(entries, got, want, strict=True):
+            assert ours == plain or self.is_near_tie(entry, ours), (entry, ours, plain)
         return want
+
+    def is_near_tie(self, entry: DraftEntry, tree: Tree) -> bool:
+        """Whether the plain runner drafts `tree` too once its logits are off by a rounding."""
+        head, generator = self.plain._head, torch.Generator(self.plain._device).manual_seed(1)
+        exact = head.logits
+
+        def rounded(hidden: Tensor) -> Tensor:
+            logits = exact(hidden)
+            noise = torch.randn(logits.shape, generator=generator, device=logits.device)
+            return logits + ROUNDING * noise
+
+        with mock.patch.object(head, "logits", rounded):
+            return any(self.plain.draft([entry]) == [tree] for _ in range(TRIALS))
 
 
 def poison(context: DeviceContext) -> None:

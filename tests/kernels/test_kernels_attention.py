@@ -196,7 +196,7 @@ def test_buckets_share_scratch(device: torch.device) -> None:
         made[bucket](q, *case.pages, rows, 0.3, None, Mask.CHAIN, out)
         case.check(out)
     with pytest.raises(ValueError, match="tiles"):
-        TritonAttention(case.rows, *case.shape, 8, made[17].scratch)
+        TritonAttention(case.rows, *case.shape, 64, made[17].scratch)
 
 
 def test_splits_fill_the_card() -> None:
