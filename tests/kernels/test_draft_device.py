@@ -253,7 +253,7 @@ def test_trees(name: str, twins: Callable[..., Twins], steps: int) -> None:
 def test_all_kinds_of_requests_together(twins: Callable[..., Twins], steps: int) -> None:
     """Five blocks are three passes of a step here; the pages of a released slot are used again."""
     names = ["top2gap", "best_first", "noisy", "noisy_chain"]
-    life(twins("jetspec"), [CHAIN, *(TREES[name] for name in names)], min(12, 2 * steps))
+    life(twins("jetspec"), [CHAIN, *(TREES[name] for name in names)], min(6, 2 * steps))
 
 
 def test_sessions_do_not_touch_each_other(runners: Runners, twins: Callable[..., Twins]) -> None:
