@@ -141,6 +141,40 @@ REJECT_CODE_DRAINING: RejectCode.ValueType  # 10
 """The server drains."""
 Global___RejectCode: _TypeAlias = RejectCode  # noqa: Y015
 
+class _GrammarKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GrammarKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GrammarKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GRAMMAR_KIND_UNSPECIFIED: _GrammarKind.ValueType  # 0
+    GRAMMAR_KIND_JSON_SCHEMA: _GrammarKind.ValueType  # 1
+    """A JSON schema; the answer is one value that it allows."""
+    GRAMMAR_KIND_JSON_OBJECT: _GrammarKind.ValueType  # 2
+    """No text; the answer is any JSON object."""
+    GRAMMAR_KIND_REGEX: _GrammarKind.ValueType  # 3
+    """A regular expression that the whole answer matches."""
+    GRAMMAR_KIND_CHOICE: _GrammarKind.ValueType  # 4
+    """A JSON array of strings; the answer is one of them."""
+    GRAMMAR_KIND_LARK: _GrammarKind.ValueType  # 5
+    """A context-free grammar in llguidance's dialect of Lark."""
+
+class GrammarKind(_GrammarKind, metaclass=_GrammarKindEnumTypeWrapper):
+    """What the text of a grammar is written in."""
+
+GRAMMAR_KIND_UNSPECIFIED: GrammarKind.ValueType  # 0
+GRAMMAR_KIND_JSON_SCHEMA: GrammarKind.ValueType  # 1
+"""A JSON schema; the answer is one value that it allows."""
+GRAMMAR_KIND_JSON_OBJECT: GrammarKind.ValueType  # 2
+"""No text; the answer is any JSON object."""
+GRAMMAR_KIND_REGEX: GrammarKind.ValueType  # 3
+"""A regular expression that the whole answer matches."""
+GRAMMAR_KIND_CHOICE: GrammarKind.ValueType  # 4
+"""A JSON array of strings; the answer is one of them."""
+GRAMMAR_KIND_LARK: GrammarKind.ValueType  # 5
+"""A context-free grammar in llguidance's dialect of Lark."""
+Global___GrammarKind: _TypeAlias = GrammarKind  # noqa: Y015
+
 @_typing.final
 class Sampling(_message.Message):
     """How the target draws a request's tokens. Proto3 defaults mean "off" except where said."""
@@ -177,6 +211,7 @@ class Sampling(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    BANNED_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy: the largest logit, lower id first."""
     top_p: _builtins.float
@@ -199,6 +234,10 @@ class Sampling(_message.Message):
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logits of these token ids."""
 
+    @_builtins.property
+    def banned_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids that are never drawn."""
+
     def __init__(
         self,
         *,
@@ -212,14 +251,39 @@ class Sampling(_message.Message):
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
         seed: _builtins.int = ...,
         choice: _builtins.int = ...,
+        banned_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["banned_ids", b"banned_ids", "choice", b"choice", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """What an answer may be. Its end tokens may be drawn only where it is complete."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    kind: Global___GrammarKind.ValueType
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        kind: Global___GrammarKind.ValueType = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class Fingerprints(_message.Message):

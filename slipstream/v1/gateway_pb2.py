@@ -22,27 +22,34 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from slipstream.v1 import common_pb2 as slipstream_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/gateway.proto\x12\rslipstream.v1\"\xbb\x03\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x17.slipstream.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x05\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x0e\n\x01n\x18\r \x01(\rH\x07\x88\x01\x01\x12/\n\x0bspeculative\x18\x0e \x01(\x0b\x32\x1a.slipstream.v1.SpeculativeB\x08\n\x06promptB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x04\n\x02_n\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\">\n\x0bSpeculative\x12\r\n\x05stats\x18\x01 \x01(\x08\x12\x14\n\x07\x65nabled\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\n\n\x08_enabled\"\xb4\x01\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12#\n\x05usage\x18\x05 \x01(\x0b\x32\x14.slipstream.v1.Usage\x12\x34\n\x0bspeculative\x18\x06 \x01(\x0b\x32\x1f.slipstream.v1.SpeculativeStats\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"O\n\x10SpeculativeStats\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0b\n\x03tau\x18\x02 \x01(\x02\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x03(\r\x12\r\n\x05nodes\x18\x04 \x03(\r2_\n\x0eGatewayService\x12M\n\x08Generate\x12\x1e.slipstream.v1.GenerateRequest\x1a\x1f.slipstream.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/gateway.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"\xc0\x08\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x17.slipstream.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x05\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x04H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x0e\n\x01n\x18\r \x01(\rH\x07\x88\x01\x01\x12/\n\x0bspeculative\x18\x0e \x01(\x0b\x32\x1a.slipstream.v1.Speculative\x12\x12\n\x05min_p\x18\x0f \x01(\x02H\x08\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x10 \x01(\x02H\t\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x11 \x01(\x02H\n\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x12 \x01(\x02H\x0b\x88\x01\x01\x12\x41\n\nlogit_bias\x18\x13 \x03(\x0b\x32-.slipstream.v1.GenerateRequest.LogitBiasEntry\x12\x11\n\tbad_words\x18\x14 \x03(\t\x12\x15\n\x08logprobs\x18\x15 \x01(\rH\x0c\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x16 \x01(\rH\r\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x17 \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\x18 \x01(\x08\x12\x18\n\x10return_token_ids\x18\x19 \x01(\x08\x12\'\n\x07grammar\x18\x1a \x01(\x0b\x32\x16.slipstream.v1.Grammar\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x1b \x01(\x08H\x0e\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x1c \x01(\x08H\x0f\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seedB\x04\n\x02_nB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x15\n\x13_add_special_tokensB\x16\n\x14_skip_special_tokens\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"|\n\x0bSpeculative\x12\r\n\x05stats\x18\x01 \x01(\x08\x12\x14\n\x07\x65nabled\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x12\n\x05width\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x13\n\x06\x62udget\x18\x04 \x01(\rH\x02\x88\x01\x01\x42\n\n\x08_enabledB\x08\n\x06_widthB\t\n\x07_budget\"f\n\x0cTokenLogprob\x12\r\n\x05token\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07top_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\x42\n\n\x08_logprob\"\xf2\x02\n\x10GenerateResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12#\n\x05usage\x18\x05 \x01(\x0b\x32\x14.slipstream.v1.Usage\x12\x34\n\x0bspeculative\x18\x06 \x01(\x0b\x32\x1f.slipstream.v1.SpeculativeStats\x12-\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1b.slipstream.v1.TokenLogprob\x12\x18\n\x10prompt_token_ids\x18\x08 \x03(\r\x12\x34\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x1b.slipstream.v1.TokenLogprob\x12\x15\n\x0bstop_string\x18\n \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x0b \x01(\rH\x00\x42\r\n\x0bstop_reason\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"O\n\x10SpeculativeStats\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0b\n\x03tau\x18\x02 \x01(\x02\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x03(\r\x12\r\n\x05nodes\x18\x04 \x03(\r2_\n\x0eGatewayService\x12M\n\x08Generate\x12\x1e.slipstream.v1.GenerateRequest\x1a\x1f.slipstream.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.v1.gateway_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GENERATEREQUEST']._serialized_start=47
-  _globals['_GENERATEREQUEST']._serialized_end=490
-  _globals['_TOKENIDS']._serialized_start=492
-  _globals['_TOKENIDS']._serialized_end=515
-  _globals['_SPECULATIVE']._serialized_start=517
-  _globals['_SPECULATIVE']._serialized_end=579
-  _globals['_GENERATERESPONSE']._serialized_start=582
-  _globals['_GENERATERESPONSE']._serialized_end=762
-  _globals['_USAGE']._serialized_start=764
-  _globals['_USAGE']._serialized_end=821
-  _globals['_SPECULATIVESTATS']._serialized_start=823
-  _globals['_SPECULATIVESTATS']._serialized_end=902
-  _globals['_GATEWAYSERVICE']._serialized_start=904
-  _globals['_GATEWAYSERVICE']._serialized_end=999
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_GENERATEREQUEST']._serialized_start=75
+  _globals['_GENERATEREQUEST']._serialized_end=1163
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=868
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=916
+  _globals['_TOKENIDS']._serialized_start=1165
+  _globals['_TOKENIDS']._serialized_end=1188
+  _globals['_SPECULATIVE']._serialized_start=1190
+  _globals['_SPECULATIVE']._serialized_end=1314
+  _globals['_TOKENLOGPROB']._serialized_start=1316
+  _globals['_TOKENLOGPROB']._serialized_end=1418
+  _globals['_GENERATERESPONSE']._serialized_start=1421
+  _globals['_GENERATERESPONSE']._serialized_end=1791
+  _globals['_USAGE']._serialized_start=1793
+  _globals['_USAGE']._serialized_end=1850
+  _globals['_SPECULATIVESTATS']._serialized_start=1852
+  _globals['_SPECULATIVESTATS']._serialized_end=1931
+  _globals['_GATEWAYSERVICE']._serialized_start=1933
+  _globals['_GATEWAYSERVICE']._serialized_end=2028
 # @@protoc_insertion_point(module_scope)

@@ -134,6 +134,7 @@ class TargetReady(_message.Message):
     EOS_IDS_FIELD_NUMBER: _builtins.int
     DECODE_COSTS_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    GRAMMARS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     last_step: _builtins.int
     """The last step this target was given; the gateway goes on from there."""
@@ -156,6 +157,8 @@ class TargetReady(_message.Message):
     feature_dtype: _common_pb2.DType.ValueType
     dtype: _builtins.str
     """Element type of the target's weights and KV: float32 or bfloat16."""
+    grammars: _builtins.bool
+    """Whether requests with a grammar are served; otherwise they are rejected with BAD_VALUE."""
     @_builtins.property
     def fingerprints(self) -> _common_pb2.Fingerprints: ...
     @_builtins.property
@@ -185,10 +188,11 @@ class TargetReady(_message.Message):
         eos_ids: _abc.Iterable[_builtins.int] | None = ...,
         decode_costs: _abc.Iterable[_common_pb2.CostPoint] | None = ...,
         dtype: _builtins.str = ...,
+        grammars: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprints", b"fingerprints"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_costs", b"decode_costs", "dtype", b"dtype", "eos_ids", b"eos_ids", "feature_dtype", b"feature_dtype", "feature_width", b"feature_width", "fingerprints", b"fingerprints", "last_step", b"last_step", "max_model_len", b"max_model_len", "max_nodes", b"max_nodes", "max_prefill_rows", b"max_prefill_rows", "model", b"model", "page_size", b"page_size", "pages", b"pages", "protocol", b"protocol", "slots", b"slots", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_costs", b"decode_costs", "dtype", b"dtype", "eos_ids", b"eos_ids", "feature_dtype", b"feature_dtype", "feature_width", b"feature_width", "fingerprints", b"fingerprints", "grammars", b"grammars", "last_step", b"last_step", "max_model_len", b"max_model_len", "max_nodes", b"max_nodes", "max_prefill_rows", b"max_prefill_rows", "model", b"model", "page_size", b"page_size", "pages", b"pages", "protocol", b"protocol", "slots", b"slots", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -210,16 +214,22 @@ class TargetAdmit(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PUBLISH_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     epoch: _builtins.int
     limit: _builtins.int
-    """Committed tokens at which the request ends."""
+    """Committed tokens at which the request ends. With `prompt_logprobs` and without `output_ids` it may be the length of
+    the prompt: nothing is drawn, and the last prefill entry ends the request with FINISH_LIMIT and no tokens.
+    """
     min_tokens: _builtins.int
     """Output tokens before which no stop id may be drawn."""
     logprobs: _builtins.int
     """Log-probabilities wanted: absent none, 0 the drawn token's own, k also the k best."""
     publish: _builtins.bool
     """Whether context features of this request are published to the draft."""
+    prompt_logprobs: _builtins.int
+    """Log-probabilities of prompt tokens wanted: absent none, 0 each token's own, k also the k best in its place."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -232,6 +242,10 @@ class TargetAdmit(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _common_pb2.Sampling: ...
+    @_builtins.property
+    def grammar(self) -> _common_pb2.Grammar:
+        """What the answer may be; absent: anything. `output_ids` are the beginning of such an answer."""
+
     def __init__(
         self,
         *,
@@ -245,14 +259,21 @@ class TargetAdmit(_message.Message):
         sampling: _common_pb2.Sampling | None = ...,
         logprobs: _builtins.int | None = ...,
         publish: _builtins.bool = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        grammar: _common_pb2.Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "grammar", b"grammar", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "epoch", b"epoch", "limit", b"limit", "logprobs", b"logprobs", "min_tokens", b"min_tokens", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "publish", b"publish", "sampling", b"sampling", "slot", b"slot", "stop_ids", b"stop_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "epoch", b"epoch", "grammar", b"grammar", "limit", b"limit", "logprobs", b"logprobs", "min_tokens", b"min_tokens", "output_ids", b"output_ids", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "publish", b"publish", "sampling", b"sampling", "slot", b"slot", "stop_ids", b"stop_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___TargetAdmit: _TypeAlias = TargetAdmit  # noqa: Y015
 
@@ -430,6 +451,7 @@ class StepEntry(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     epoch: _builtins.int
     outcome: Global___StepEntry.Outcome.ValueType
@@ -446,6 +468,12 @@ class StepEntry(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """Row for row with `tokens`, where wanted."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """Prefill, where wanted: of prompt tokens from + 1 .. from + count, as far as there are such, in order. The first token
+        of a prompt has none, and `output_ids` are not scored.
+        """
+
     def __init__(
         self,
         *,
@@ -457,10 +485,11 @@ class StepEntry(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         nodes: _builtins.int = ...,
         accepted: _builtins.int = ...,
+        prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "epoch", b"epoch", "finish", b"finish", "logprobs", b"logprobs", "nodes", b"nodes", "outcome", b"outcome", "slot", b"slot", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "epoch", b"epoch", "finish", b"finish", "logprobs", b"logprobs", "nodes", b"nodes", "outcome", b"outcome", "prompt_logprobs", b"prompt_logprobs", "slot", b"slot", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
