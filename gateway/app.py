@@ -8,19 +8,28 @@ from typing import Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from fastapi.openapi.utils import get_openapi
 from prometheus_client import CollectorRegistry
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from gateway.documents import body_of, documented
 from gateway.generation import Generation
-from gateway.openai import Kind, error_body, models_body
+from gateway.openai import Kind, error_body, model_body
 from gateway.responses import CLIENT_CLOSED, GenerationAnswer, JSONAnswer, error_answer
-from gateway.schemas import ChatBody, CompletionBody, GenerateBody, validate
+from gateway.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    TokenizeBody,
+    TokenizeChatBody,
+    tokenize_body,
+    unknown_fields,
+    validate,
+)
 from gateway.service import Service
 from slipstream import __version__
-from slipstream.errors import InvalidRequest, NotFound, SlipstreamError
+from slipstream.errors import InvalidRequest, SlipstreamError
 from slipstream.metrics import CONTENT_TYPE, render
 
 MAX_BODY = 8 << 20
@@ -33,22 +42,10 @@ B = TypeVar("B", bound=GenerateBody)
 
 def create_app(service: Service, metrics: CollectorRegistry) -> FastAPI:
     """The ASGI application over `service`."""
-    app = FastAPI(title="Slipstream", version=__version__, docs_url=None, redoc_url=None)
-    started = int(time.time())
+    app = FastAPI(title="Slipstream", version=__version__, redoc_url=None)
     _add_generation(app, service)
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        """The served model."""
-        return JSONAnswer(models_body(service.model, started, service.info().max_model_len))
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        """One model by its name."""
-        if name != service.model:
-            raise NotFound(f"model: {name!r} does not exist", "model")
-        body = models_body(service.model, started, service.info().max_model_len)
-        return JSONAnswer(body["data"][0])
+    _add_models(app, service)
+    _add_tokens(app, service)
 
     @app.get("/health")
     async def health() -> Response:
@@ -61,13 +58,18 @@ def create_app(service: Service, metrics: CollectorRegistry) -> FastAPI:
         service.info()
         return JSONAnswer({"status": "ready"})
 
+    @app.get("/version")
+    async def version() -> Response:
+        """This program's version."""
+        return JSONAnswer({"version": __version__})
+
     @app.get("/metrics")
     async def prometheus() -> Response:
         """Metrics for Prometheus."""
         return Response(render(metrics), headers={"content-type": CONTENT_TYPE})
 
     _add_errors(app)
-    app.openapi = _openapi(app)  # type: ignore[method-assign]
+    app.openapi = documented(app)  # type: ignore[method-assign]
     return app
 
 
@@ -80,7 +82,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     ) -> Response:
         count = service.metrics.requests.add
         try:
-            body = validate(schema, await _read(request))
+            data = await _read(request)
+            body = validate(schema, data)
+            service.ignored(unknown_fields(schema, data))
             generation = await start(body)
         except ClientDisconnect:
             count(1, kind, str(CLIENT_CLOSED))
@@ -93,23 +97,54 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             status = error.status_code if isinstance(error, HTTPException) else 500
             count(1, kind, str(status))
             raise
-        return GenerationAnswer(
-            kind,
-            generation,
-            service.metrics,
-            stream=body.stream,
-            include_usage=body.include_usage,
-        )
+        shape = service.shape(kind, body)
+        return GenerationAnswer(shape, generation, service.metrics, stream=body.stream)
 
-    @app.post("/v1/completions", openapi_extra=_body_of(CompletionBody))
+    @app.post("/v1/completions", openapi_extra=body_of(CompletionBody))
     async def completions(request: Request) -> Response:
         """Continues a text, or token ids."""
         return await answer(request, "completion", CompletionBody, service.completion)
 
-    @app.post("/v1/chat/completions", openapi_extra=_body_of(ChatBody))
+    @app.post("/v1/chat/completions", openapi_extra=body_of(ChatBody))
     async def chat(request: Request) -> Response:
         """Answers a conversation."""
         return await answer(request, "chat", ChatBody, service.chat)
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    started = int(time.time())
+
+    def body(name: str) -> dict[str, Any]:
+        return model_body(name, started, service.info().max_model_len)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The served model, under each of its names."""
+        return JSONAnswer({"object": "list", "data": [body(name) for name in service.models]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """One model by its name."""
+        return JSONAnswer(body(service.named(name)))
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", openapi_extra=body_of(TokenizeBody, TokenizeChatBody))
+    async def tokenize(request: Request) -> Response:
+        """The token ids of a text, or of a conversation as the chat template writes it."""
+        data = await _read(request)
+        schema = tokenize_body(data)
+        body = validate(schema, data)
+        service.ignored(unknown_fields(schema, data))
+        return JSONAnswer(await service.tokenize(body))
+
+    @app.post("/detokenize", openapi_extra=body_of(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids, special tokens as they are written."""
+        data = await _read(request)
+        body = validate(DetokenizeBody, data)
+        service.ignored(unknown_fields(DetokenizeBody, data))
+        return JSONAnswer(service.detokenize(body))
 
 
 async def _read(request: Request) -> object:
@@ -144,27 +179,3 @@ def _add_errors(app: FastAPI) -> None:
     async def unforeseen(request: Request, error: Exception) -> Response:
         # The server logs it: it is raised again after this answer.
         return JSONAnswer(error_body("internal error", "server_error"), 500)
-
-
-def _body_of(schema: type[GenerateBody]) -> dict[str, Any]:
-    reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
-    return {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}
-    }
-
-
-def _openapi(app: FastAPI) -> Callable[[], dict[str, Any]]:
-    """The OpenAPI document, with the bodies that the endpoints read themselves."""
-
-    def make() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            _, schemas = models_json_schema(
-                [(CompletionBody, "validation"), (ChatBody, "validation")],
-                ref_template="#/components/schemas/{model}",
-            )
-            document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-            app.openapi_schema = document
-        return app.openapi_schema
-
-    return make

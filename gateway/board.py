@@ -30,6 +30,7 @@ class Running:
         group: its ping-pong group; it changes to `wanted` with nothing in flight.
         session: the draft session that knows it, 0: none.
         live: that draft has every context row.
+        most_nodes: rows that its own tree has at most; the drafting sets it.
         cursor: estimate of the rows given to that draft.
         rewind_at: step from which the cursor may be set back to `behind_rows`; 0: nothing to do.
         patience: steps until the next rewind after another Behind.
@@ -51,6 +52,7 @@ class Running:
     wanted: int = 0
     session: int = 0
     live: bool = False
+    most_nodes: int = 1
     cursor: int = 0
     rewind_at: int = 0
     behind_rows: int = 0

@@ -6,6 +6,8 @@ Messages are built in place, field by field: that is the cheapest way with proto
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from gateway.board import PREFILL, Running, Step
 from gateway.ledger import Ledger
 from gateway.request import TokenLogprob
@@ -32,10 +34,15 @@ def fill_target_admit(admit: target_pb2.TargetAdmit, running: Running, publish: 
     sampling.repetition_penalty = params.repetition_penalty
     for token, bias in params.logit_bias.items():
         sampling.logit_bias[token] = bias
+    sampling.banned_ids.extend(params.banned_ids)
     sampling.seed = request.seed
     sampling.choice = params.choice
     if params.logprobs is not None:
         admit.logprobs = params.logprobs
+    if request.unscored and params.prompt_logprobs is not None:
+        admit.prompt_logprobs = params.prompt_logprobs
+    if params.grammar is not None:
+        admit.grammar.CopyFrom(params.grammar.to_proto())
     admit.publish = publish
 
 
@@ -93,9 +100,9 @@ def fill_draft_plan(plan: draft_pb2.DraftPlan, step: Step) -> None:
         add(slot=running.slot, epoch=running.epoch, nodes=nodes)
 
 
-def logprobs_of(entry: target_pb2.StepEntry) -> tuple[TokenLogprob, ...]:
-    """Row for row with the entry's tokens."""
+def logprobs_of(rows: Iterable[target_pb2.TokenLogprobs]) -> tuple[TokenLogprob, ...]:
+    """Row for row."""
     return tuple(
         TokenLogprob(row.logprob, tuple(zip(row.top_ids, row.top_logprobs, strict=True)))
-        for row in entry.logprobs
+        for row in rows
     )

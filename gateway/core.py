@@ -234,7 +234,8 @@ class Core:
         board, planner, info = self.board, self.planner, self.info
         assert board is not None and planner is not None and info is not None
         ledger, known, limit = board.ledger, request.committed, request.limit(info.max_model_len)
-        if known >= limit:  # only after the target came back with a smaller window
+        # Nothing to draw, or the target came back with a smaller window.
+        if known > limit or (known == limit and not request.unscored):
             self._end(request, Chunk(finish="length"))
             return True
         if ledger.pages_for(limit + 1) > ledger.pages:

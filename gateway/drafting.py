@@ -95,8 +95,10 @@ class Drafting:
         running.live = running.sent == 0  # every row will come from its own prefill
         running.cursor = running.rewind_at = running.patience = 0
         self._counters.replayed += not running.live
+        tree = self._pairing.tree_of(running.request.params)
+        running.most_nodes = tree.budget
         command = self._link.command()
-        fill_draft_admit(command.admit, running, self._pairing.tree)
+        fill_draft_admit(command.admit, running, tree.to_proto())
         self._link.send(command)
 
     def leave(self, running: Running) -> None:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from gateway.logprobs import prompt_rows
 from gateway.metrics import FrontMetrics
-from gateway.request import Chunk
+from gateway.request import Chunk, TokenLogprob
 from gateway.stream import FinishReason, Piece, TextStream, joined
 from slipstream.errors import EngineFailed, SlipstreamError
 
@@ -53,22 +54,68 @@ class SpeculativeStats:
         return (self.emitted - self.choices) / self.steps if self.nodes else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class ShownPrompt:
+    """A prompt as its answers may show it: `offsets` has the beginning of each token's text."""
+
+    ids: Sequence[int]
+    text: str = ""
+    offsets: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a client wants beside the text.
+
+    Attributes:
+        stats: speculative statistics.
+        echo: answers begin with the prompt.
+        scored: a row of log-probability for every token shown.
+        stop_ids: tokens that are told as what ended an answer.
+    """
+
+    stats: bool = False
+    echo: bool = False
+    scored: bool = False
+    stop_ids: frozenset[int] = frozenset()
+
+
 class Choice:
     """One answer of a request.
 
     Attributes:
         request_id: the scheduler's number for it, set when it is submitted.
+        prompt_logprobs: of the prompt's tokens from the second on, where wanted.
         finish: why it ended, None while it runs.
+        stop: the stop string or token that ended it.
     """
 
-    __slots__ = ("finish", "generation", "index", "last", "request_id", "stats", "text")
+    __slots__ = (
+        "begun",
+        "finish",
+        "generation",
+        "index",
+        "last",
+        "prompt",
+        "prompt_logprobs",
+        "request_id",
+        "stats",
+        "stop",
+        "text",
+    )
 
-    def __init__(self, generation: Generation, index: int, text: TextStream) -> None:
+    def __init__(
+        self, generation: Generation, index: int, text: TextStream, prompt: ShownPrompt
+    ) -> None:
         self.generation = generation
         self.index = index
         self.text = text
+        self.prompt = prompt
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.request_id = -1
+        self.begun = False
         self.finish: FinishReason | None = None
+        self.stop: str | int | None = None
         self.stats = SpeculativeStats()
         self.last = 0.0
 
@@ -132,7 +179,7 @@ class Generation:
         model: name of the served model.
         prompt_tokens: tokens of all prompts.
         choices: every choice, prompts in order, n of each.
-        want_stats: whether the client asked for speculative statistics.
+        wishes: what the client wants beside the text.
     """
 
     def __init__(
@@ -144,7 +191,7 @@ class Generation:
         cancel: Callable[[int], None],
         metrics: FrontMetrics,
         *,
-        want_stats: bool,
+        wishes: Wishes,
         done: Callable[[Generation], None],
     ) -> None:
         self.id = name
@@ -152,7 +199,7 @@ class Generation:
         self.model = model
         self.prompt_tokens = prompt_tokens
         self.choices: list[Choice] = []
-        self.want_stats = want_stats
+        self.wishes = wishes
         self._bridge = bridge
         self._cancel = cancel
         self._metrics = metrics
@@ -175,9 +222,9 @@ class Generation:
         self.cancel()
         self._done(self)
 
-    def add(self, text: TextStream, submit: Callable[[], int]) -> None:
+    def add(self, text: TextStream, prompt: ShownPrompt, submit: Callable[[], int]) -> None:
         """Submits one more choice. Raises what `submit` raises."""
-        choice = Choice(self, len(self.choices), text)
+        choice = Choice(self, len(self.choices), text, prompt)
         choice.request_id = submit()
         self.choices.append(choice)
         self._bridge.attach(choice)
@@ -208,14 +255,29 @@ class Generation:
         if chunk.finish == "error" or chunk.finish == "cancelled":
             self.fail(chunk.error or EngineFailed(f"the request was {chunk.finish}"))
             return
-        piece = choice.text.feed(chunk.tokens, None if chunk.finish == "none" else chunk.finish)
+        choice.prompt_logprobs += chunk.prompt_logprobs
+        finish = None if chunk.finish == "none" else chunk.finish
+        piece = choice.text.feed(chunk.tokens, finish, chunk.logprobs or ())
         self._count(choice, chunk, len(piece.tokens), now)
         if piece.finish is not None:
-            self._end(choice, piece.finish, running=chunk.finish == "none")
+            self._end(choice, piece, running=chunk.finish == "none")
         elif not piece.tokens:
             return
+        if not choice.begun:
+            self._begin(choice, piece)
         self._ready.append((choice, piece))
         self._wake()
+
+    def _begin(self, choice: Choice, piece: Piece) -> None:
+        """Puts the prompt before a choice's first piece, if it is to be shown."""
+        choice.begun = piece.first = True
+        if not self.wishes.echo:
+            return
+        prompt = choice.prompt
+        piece.text = prompt.text + piece.text
+        if self.wishes.scored:
+            rows = prompt_rows(prompt.ids, prompt.offsets, choice.prompt_logprobs)
+            piece.scored[:0] = rows
 
     def _count(self, choice: Choice, chunk: Chunk, tokens: int, now: float) -> None:
         stats, metrics = choice.stats, self._metrics
@@ -233,8 +295,11 @@ class Generation:
         choice.last = now
         stats.emitted += tokens
 
-    def _end(self, choice: Choice, finish: FinishReason, running: bool) -> None:
-        choice.finish = finish
+    def _end(self, choice: Choice, piece: Piece, running: bool) -> None:
+        choice.finish, choice.stop = piece.finish, piece.stop
+        if piece.finish == "stop" and piece.stop is None and piece.tokens:
+            last = piece.tokens[-1]
+            choice.stop = last if last in self.wishes.stop_ids else None
         self._bridge.detach(choice)
         self._open -= 1
         if running:  # a stop string: the scheduler knows nothing of text

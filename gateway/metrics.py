@@ -47,6 +47,9 @@ class FrontMetrics:
         self.requests = LabelledCounter(
             "requests", "Requests answered, by door and status.", ("endpoint", "status")
         )
+        self.unknown_fields = LabelledCounter(
+            "unknown_request_fields", "Fields of requests that were ignored.", ("field",)
+        )
         self.prompt_tokens = LabelledCounter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.output_tokens = LabelledCounter("output_tokens", "Output tokens of answers.")
         self.first_token = Histogram(
@@ -77,6 +80,7 @@ class FrontMetrics:
         """Everything above, to be registered."""
         return (
             self.requests,
+            self.unknown_fields,
             self.prompt_tokens,
             self.output_tokens,
             self.first_token,

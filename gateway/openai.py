@@ -1,26 +1,23 @@
-"""OpenAI's shapes: response bodies, stream chunks, errors.
+"""OpenAI's shapes: errors, usage, models, and what a choice says.
 
-A chunk differs from the one before it only in its text, so what stands around the text is made once
-per choice; a chunk is then two joins and one small JSON string.
+A choice's entry in a whole answer and in a stream's chunk is made by the same code, so that the
+parts of a stream join to the whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-import orjson
-
-from gateway.generation import Choice, Delta, Generation, SpeculativeStats, Usage
+from gateway.generation import Choice, Generation, SpeculativeStats, Usage
+from gateway.logprobs import LogprobShape
+from gateway.stream import Piece
 from slipstream.errors import RequestError, describe
 
 Kind = Literal["completion", "chat"]
 
-DONE = b"data: [DONE]\n\n"
-"""Ends every stream."""
-
 _OBJECTS = {"completion": "text_completion", "chat": "chat.completion"}
-_CHUNK_OBJECTS = {"completion": "text_completion", "chat": "chat.completion.chunk"}
 
 
 def error_body(
@@ -35,11 +32,6 @@ def describe_error(error: BaseException) -> tuple[int, dict[str, Any]]:
     found = describe(error)
     param = error.param if isinstance(error, RequestError) else None
     return found.http, error_body(str(error), found.type, param, found.code)
-
-
-def error_event(error: BaseException) -> bytes:
-    """An error in the middle of a stream."""
-    return b"data: " + orjson.dumps(describe_error(error)[1]) + b"\n\n"
 
 
 def usage_body(usage: Usage) -> dict[str, int]:
@@ -61,112 +53,96 @@ def stats_body(stats: SpeculativeStats) -> dict[str, Any]:
     }
 
 
-class Frames:
-    """The server-sent events of one streamed request."""
+@dataclass(frozen=True, slots=True)
+class AnswerShape:
+    """How the answer to one request is written.
 
-    def __init__(self, kind: Kind, generation: Generation, include_usage: bool) -> None:
-        self._chat = kind == "chat"
-        self._generation = generation
-        self._include_usage = include_usage
-        head: dict[str, Any] = {
-            "id": generation.id,
-            "object": _CHUNK_OBJECTS[kind],
-            "created": generation.created,
-            "model": generation.model,
-        }
-        self._head = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
-        # With usage asked for, every chunk but the last says null.
-        self._tail = b'],"usage":null' if include_usage else b"]"
-        around = [self._around(choice.index) for choice in generation.choices]
-        self._before = [before for before, _ in around]
-        self._after = around[0][1] + b'"logprobs":null,"finish_reason":'
-        self._plain = self._after + b"null}" + self._tail + b"}\n\n"
+    Attributes:
+        include_usage: a stream ends with the request's usage.
+        logprobs, prompt_logprobs: None where the client wants none.
+        token_ids: ids are told beside the text.
+    """
 
-    def _around(self, index: int) -> tuple[bytes, bytes]:
-        start = self._head + b'{"index":%d,' % index
-        if self._chat:
-            return start + b'"delta":{"content":', b"},"
-        return start + b'"text":', b","
+    kind: Kind
+    include_usage: bool = False
+    logprobs: LogprobShape | None = None
+    prompt_logprobs: LogprobShape | None = None
+    token_ids: bool = False
 
-    def open(self) -> bytes:
-        """What comes before all text: in a chat, each choice's role."""
-        if not self._chat:
-            return b""
-        role = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-        return b"".join(
-            self._head + b'{"index":%d,' % choice.index + role + self._tail + b"}\n\n"
-            for choice in self._generation.choices
-        )
+    @property
+    def plain(self) -> bool:
+        """Whether a chunk says nothing but text."""
+        return self.logprobs is None and not self.token_ids
 
-    def encode(self, deltas: Sequence[Delta]) -> bytes:
-        """The events of `deltas`; empty when no text became final."""
-        dumps, before, plain = orjson.dumps, self._before, self._plain
-        frames: list[bytes] = []
-        for choice, piece in deltas:
-            if piece.finish is not None:
-                frames += (before[choice.index], dumps(piece.text), self._last(choice))
-            elif piece.text:
-                frames += (before[choice.index], dumps(piece.text), plain)
-        return b"".join(frames)
+    @property
+    def chat(self) -> bool:
+        """Whether a choice is a message."""
+        return self.kind == "chat"
 
-    def _last(self, choice: Choice) -> bytes:
-        """What follows the text of a choice's last event."""
-        end = self._after + orjson.dumps(choice.finish) + b"}" + self._tail
-        if self._generation.want_stats:
-            end += b',"speculative":' + orjson.dumps(stats_body(choice.stats))
-        return end + b"}\n\n"
-
-    def close(self) -> bytes:
-        """What comes after all text: the usage, if it was asked for, and the end mark."""
-        if not self._include_usage:
-            return DONE
-        generation = self._generation
-        event = self._head + b'],"usage":' + orjson.dumps(usage_body(generation.usage()))
-        if generation.want_stats:
-            event += b',"speculative":' + orjson.dumps(stats_body(generation.stats()))
-        return event + b"}\n\n" + DONE
+    def entry(self, choice: Choice, piece: Piece, *, streamed: bool) -> dict[str, Any]:
+        """What `piece` adds to the choice, or, if it is all of it, the choice."""
+        entry: dict[str, Any] = {"index": choice.index}
+        if not self.chat:
+            entry["text"] = piece.text
+        elif streamed:
+            entry["delta"] = {"content": piece.text}
+        else:
+            entry["message"] = {"role": "assistant", "content": piece.text}
+        logprobs = self.logprobs
+        if logprobs is None:
+            entry["logprobs"] = None
+        else:
+            write = logprobs.chat if self.chat else logprobs.completion
+            entry["logprobs"] = write(piece.scored)
+        entry["finish_reason"] = piece.finish
+        if choice.stop is not None and piece.finish is not None:
+            entry["stop_reason"] = choice.stop
+        if self.token_ids:
+            entry["token_ids"] = list(piece.tokens)
+            if piece.first and not self.chat:
+                entry["prompt_token_ids"] = list(choice.prompt.ids)
+        return entry
 
 
-def response_body(kind: Kind, generation: Generation, texts: Sequence[str]) -> dict[str, Any]:
-    """The whole answer, once every choice has ended; `texts` are the choices' texts in order.
+def response_body(
+    shape: AnswerShape, generation: Generation, pieces: Sequence[Piece]
+) -> dict[str, Any]:
+    """The whole answer, once every choice has ended; `pieces` are all of the choices, in order.
 
     Of several choices each carries its own `speculative`; the one of the body is for all of them.
     """
-    choices = []
-    for choice, text in zip(generation.choices, texts, strict=True):
-        said: dict[str, Any] = (
-            {"message": {"role": "assistant", "content": text}}
-            if kind == "chat"
-            else {"text": text}
-        )
-        entry = {"index": choice.index, **said, "logprobs": None, "finish_reason": choice.finish}
-        if generation.want_stats and len(generation.choices) > 1:
-            entry["speculative"] = stats_body(choice.stats)
-        choices.append(entry)
+    stats = generation.wishes.stats
     body: dict[str, Any] = {
         "id": generation.id,
-        "object": _OBJECTS[kind],
+        "object": _OBJECTS[shape.kind],
         "created": generation.created,
         "model": generation.model,
-        "choices": choices,
-        "usage": usage_body(generation.usage()),
     }
-    if generation.want_stats:
+    choices = []
+    for choice, piece in zip(generation.choices, pieces, strict=True):
+        entry = shape.entry(choice, piece, streamed=False)
+        if stats and len(generation.choices) > 1:
+            entry["speculative"] = stats_body(choice.stats)
+        if shape.prompt_logprobs is not None:
+            rows = shape.prompt_logprobs.prompt(choice.prompt.ids, choice.prompt_logprobs)
+            (body if shape.chat else entry)["prompt_logprobs"] = rows
+        choices.append(entry)
+    body |= {"choices": choices, "usage": usage_body(generation.usage())}
+    if shape.token_ids and shape.chat:
+        body["prompt_token_ids"] = list(generation.choices[0].prompt.ids)
+    if stats:
         body["speculative"] = stats_body(generation.stats())
     return body
 
 
-def models_body(model: str, created: int, max_model_len: int) -> dict[str, Any]:
-    """The list of models: the one that is served."""
+def model_body(model: str, created: int, max_model_len: int) -> dict[str, Any]:
+    """One name of the served model, and how many tokens its window holds."""
     return {
-        "object": "list",
-        "data": [
-            {
-                "id": model,
-                "object": "model",
-                "created": created,
-                "owned_by": "slipstream",
-                "max_model_len": max_model_len,
-            }
-        ],
+        "id": model,
+        "object": "model",
+        "created": created,
+        "owned_by": "slipstream",
+        "root": model,
+        "parent": None,
+        "max_model_len": max_model_len,
     }

@@ -11,7 +11,7 @@ from gateway.costs import Point, StepCosts
 from gateway.links import check_pair, check_protocol
 from gateway.nodes import NodeChooser
 from gateway.pingpong import PingPong
-from gateway.request import ModelInfo
+from gateway.request import GenerateParams, ModelInfo
 from gateway.settings import SchedulerSettings
 from slipstream.errors import InvalidRequest, PairError
 from slipstream.tree import TreeSpec, resolve_spec
@@ -34,14 +34,12 @@ class Pairing:
 
     Attributes:
         fits: both are there and fit.
-        tree: how every request's trees are built. `handoff_address`: where targets reach the draft.
-            Both valid once `fits`.
-        info: what is served.
+        handoff_address: where targets reach the draft; valid once `fits`.
+        info: what is served; its tree is how requests' trees are built.
     """
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.fits = False
-        self.tree = draft_pb2.TreeSpec()
         self.handoff_address = ""
         self.info: ModelInfo | None = None
         self._settings = settings
@@ -63,6 +61,7 @@ class Pairing:
             slots=ready.slots,
             pages=ready.pages,
             page_size=ready.page_size,
+            grammars=ready.grammars,
         )
         return self.info
 
@@ -90,7 +89,6 @@ class Pairing:
             return None
         check_pair(target, draft)
         spec = self._spec(draft)
-        self.tree = spec.to_proto()
         self.handoff_address = draft.handoff_address or self._settings.draft or ""
         known = target_pb2.TargetReady()
         known.CopyFrom(target)
@@ -99,12 +97,21 @@ class Pairing:
         if self._shape is None or shape_of != self._shape_of:
             self._shape, self._shape_of = self._make(target, draft, spec), shape_of
         assert self.info is not None
-        self.info = replace(self.info, block_size=draft.block_size)
+        self.info = replace(self.info, block_size=draft.block_size, tree=spec)
         self.fits = True
         return self._shape
 
+    def tree_of(self, params: GenerateParams) -> TreeSpec:
+        """How a request's trees are built; only once `fits`."""
+        info = self.info
+        assert info is not None and info.tree is not None
+        try:
+            return params.tree(info.tree, info.block_size)
+        except InvalidRequest:  # the draft came back with less than the request was checked by
+            return info.tree
+
     def _spec(self, draft: draft_pb2.DraftReady) -> TreeSpec:
-        """The tree of every request: as the settings ask, else the draft's own."""
+        """The tree of the cell: as the settings ask, else the draft's own."""
         wanted = self._settings
         try:
             if wanted.tree is None and wanted.width is None and wanted.budget is None:

@@ -199,7 +199,7 @@ class Planner:
         if not running.live:
             return 1
         left = running.limit - running.tokens - running.yields
-        chooser = self.chooser
+        nodes, chooser = min(nodes, running.most_nodes), self.chooser
         if left == 1 or chooser is None:
             return 1
         if not chooser.pinned and nodes <= self.block_size:

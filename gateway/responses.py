@@ -16,9 +16,11 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.frames import DONE, Frames, error_event
 from gateway.generation import Generation
 from gateway.metrics import FrontMetrics
-from gateway.openai import DONE, Frames, Kind, describe_error, error_event, response_body
+from gateway.openai import AnswerShape, describe_error, response_body
+from gateway.stream import Piece, joined
 from slipstream.errors import Draining, PeerLost, QueueFull, SlipstreamError
 
 CLIENT_CLOSED = 499
@@ -60,19 +62,17 @@ class GenerationAnswer(Response):
 
     def __init__(
         self,
-        kind: Kind,
+        shape: AnswerShape,
         generation: Generation,
         metrics: FrontMetrics,
         *,
         stream: bool,
-        include_usage: bool,
     ) -> None:
         super().__init__()
-        self._kind: Kind = kind
+        self._shape = shape
         self._generation = generation
         self._metrics = metrics
         self._stream = stream
-        self._include_usage = include_usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers, unless the client leaves first."""
@@ -86,22 +86,22 @@ class GenerationAnswer(Response):
                     status = await self._send_whole(scope, receive, send)
             finally:
                 watch.cancel()
-                self._metrics.requests.add(1, self._kind, str(status))
+                self._metrics.requests.add(1, self._shape.kind, str(status))
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> int:
         generation = self._generation
-        texts: list[list[str]] = [[] for _ in generation.choices]
+        pieces: list[list[Piece]] = [[] for _ in generation.choices]
         try:
             while deltas := await generation.next():
                 for choice, piece in deltas:
-                    texts[choice.index].append(piece.text)
+                    pieces[choice.index].append(piece)
         except SlipstreamError as error:
             answer = error_answer(error)
         else:
             if not generation.finished:
                 return CLIENT_CLOSED
-            whole = ["".join(parts) for parts in texts]
-            answer = JSONAnswer(response_body(self._kind, generation, whole))
+            whole = [joined(parts) for parts in pieces]
+            answer = JSONAnswer(response_body(self._shape, generation, whole))
         await answer(scope, receive, send)
         return answer.status_code
 
@@ -116,7 +116,7 @@ class GenerationAnswer(Response):
         if not deltas:
             return CLIENT_CLOSED
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-        frames = Frames(self._kind, generation, self._include_usage)
+        frames = Frames(self._shape, generation)
         encode, wait = frames.encode, generation.next
         body, status = frames.open(), 200
         try:

@@ -8,7 +8,7 @@ from gateway.board import DECODE, Running, Step
 from gateway.commands import logprobs_of
 from gateway.counters import Counters
 from gateway.planner import Planner
-from gateway.request import Chunk, Finish
+from gateway.request import Chunk, Finish, Request, TokenLogprob
 from slipstream.errors import EngineFailed, ProtocolError
 from slipstream.v1 import common_pb2, target_pb2
 
@@ -50,7 +50,8 @@ class Results:
             )
         decode = step.kind == DECODE
         learn = planner.chooser if current and step.nodes > 1 else None
-        for running, nodes, entry in zip(step.entries, step.nodes_of, done.entries, strict=True):
+        for index, entry in enumerate(done.entries):
+            running, nodes = step.entries[index], step.nodes_of[index]
             if running.gone:
                 continue
             if entry.slot != running.slot or entry.epoch != running.epoch:
@@ -59,15 +60,23 @@ class Results:
                 if entry.outcome == _DROPPED:
                     yield running, _failed("the target dropped the request")
                 continue
-            chunk = self._chunk(step, running, entry)
+            scores = () if decode else _scores(step, index, running.request, entry)
+            chunk = self._chunk(step, running, entry, scores)
             if decode:
-                if learn is not None and nodes == step.nodes:
+                usual = nodes == step.nodes and not running.request.params.own_tree
+                if learn is not None and usual:
                     learn.observe_accepted(nodes, chunk.accepted)
-            elif not chunk.tokens and chunk.finish == "none":
+            elif not (chunk.tokens or scores) and chunk.finish == "none":
                 continue
             yield running, chunk
 
-    def _chunk(self, step: Step, running: Running, entry: target_pb2.StepEntry) -> Chunk:
+    def _chunk(
+        self,
+        step: Step,
+        running: Running,
+        entry: target_pb2.StepEntry,
+        scores: tuple[TokenLogprob, ...],
+    ) -> Chunk:
         request, counters = running.request, self._counters
         tokens = tuple(entry.tokens)
         running.tokens += len(tokens)
@@ -76,15 +85,23 @@ class Results:
         request.output += tokens
         counters.tokens += len(tokens)
         finish = _FINISHES.get(entry.finish, "none")
-        if finish == "none" and running.tokens == running.limit:
+        if finish == "none" and running.tokens == running.limit and not request.unscored:
             finish = "length"  # nothing more would be planned for it
         error = EngineFailed("the target could not go on") if finish == "error" else None
-        logprobs = logprobs_of(entry) if request.params.logprobs is not None else None
+        logprobs = None
+        if request.params.logprobs is not None:
+            logprobs = logprobs_of(entry.logprobs)
+            if len(logprobs) != len(tokens):
+                raise ProtocolError(
+                    f"step {step.number}: {len(logprobs)} log-probabilities of {len(tokens)} tokens"
+                )
         if step.kind != DECODE:
-            return Chunk(tokens, logprobs, finish, error)
+            return Chunk(tokens, logprobs, scores, finish, error)
         counters.slot_steps += 1
         counters.accepted += entry.accepted
-        return Chunk(tokens, logprobs, finish, error, entry.nodes, entry.accepted)
+        return Chunk(
+            tokens, logprobs, (), finish, error, nodes=entry.nodes, accepted=entry.accepted
+        )
 
     def measure(
         self,
@@ -118,6 +135,25 @@ class Results:
         counters.step_took(seconds)
         if current:
             planner.measured(step, seconds * 1e3, tokens)
+
+
+def _scores(
+    step: Step, index: int, request: Request, entry: target_pb2.StepEntry
+) -> tuple[TokenLogprob, ...]:
+    """Log-probabilities of prompt tokens that a chunk adds to those delivered: after a preemption
+    the first ones come again."""
+    if not request.unscored:
+        return ()
+    first, count = step.spans[index]
+    wanted = min(count, len(request.params.prompt_ids) - 1 - first)
+    if len(entry.prompt_logprobs) != max(wanted, 0) or first > request.scored:
+        raise ProtocolError(
+            f"step {step.number}: {len(entry.prompt_logprobs)} prompt log-probabilities at {first},"
+            f" after {request.scored} of {len(request.params.prompt_ids) - 1}"
+        )
+    rows = logprobs_of(entry.prompt_logprobs[request.scored - first :])
+    request.scored += len(rows)
+    return rows
 
 
 def _failed(reason: str) -> Chunk:

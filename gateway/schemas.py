@@ -1,201 +1,83 @@
 """What a client may ask for: one validated model per endpoint; gRPC goes through the same ones.
 
 A null counts as absent, at the top level and in nested objects. Unknown fields are ignored, since
-clients of this API send many; a known field that would change the answer and is not supported is
-refused by name. Every refusal is an InvalidRequest that names the field and the bad value.
+clients of this API send many (`unknown_fields` names them); a known field that would change the
+answer and is not supported is refused by name. Every refusal is an InvalidRequest that names the
+field and the bad value.
 """
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from gateway import fields
+from gateway.chat.messages import conversation
+from gateway.fields import Neutral, Prompt, neutral, refuse, show
+from gateway.request import MAX_LOGPROBS
 from gateway.template import RESERVED
 from slipstream.errors import InvalidRequest
+from slipstream.wire import MAX_NODES
 
 MAX_CHOICES = 128
 """Most choices of one request: prompts times n."""
 
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
 MAX_STOP_IDS = 256
 MAX_TOKENS = 2**31 - 1  # far above any window; the window is the scheduler's to check
 
-Prompt = str | list[int]
-"""One prompt: text, or token ids."""
+_UNSUPPORTED: Mapping[str, Neutral] = {
+    "length_penalty": neutral(1),
+    "early_stopping": neutral(False),
+    "use_beam_search": neutral(False),
+    "response_format": neutral({"type": "text"}),
+    "structured_outputs": neutral(),
+    "guided_json": neutral(),
+    "guided_regex": neutral(),
+    "guided_choice": neutral([]),
+    "guided_grammar": neutral(),
+    "allowed_token_ids": neutral([]),
+    "truncate_prompt_tokens": neutral(),
+    "spaces_between_special_tokens": neutral(True),
+    "prompt_embeds": neutral(),
+    "logits_processors": neutral([]),
+}
+_UNSUPPORTED_COMPLETION: Mapping[str, Neutral] = {**_UNSUPPORTED, "suffix": neutral("")}
+_UNSUPPORTED_CHAT: Mapping[str, Neutral] = {
+    **_UNSUPPORTED,
+    "echo": neutral(False),
+    "suffix": neutral(""),
+    "tools": neutral([]),
+    "tool_choice": neutral("none", "auto"),
+    "functions": neutral([]),
+    "function_call": neutral("none", "auto"),
+    "modalities": neutral(["text"]),
+    "audio": neutral(),
+    "web_search_options": neutral(),
+    "reasoning_effort": neutral("none"),
+    "verbosity": neutral("medium"),
+    "chat_template": neutral(),
+    "documents": neutral([]),
+    "continue_final_message": neutral(False),
+}
 
-
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = _short.maxlong = 120
-
-
-def show(value: object) -> str:
-    """`value` for a message, shortened."""
-    return "null" if value is None else _short.repr(value)
-
-
-def _refuse(param: str, wanted: str, value: object) -> InvalidRequest:
-    return InvalidRequest(f"{param}: {wanted}, got {show(value)}", param)
-
-
-def _is_id(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**31
-
-
-def _prompts(value: object) -> list[Prompt]:
-    """The prompts of a `prompt` field: one text, one list of ids, or a list of either."""
-    if isinstance(value, str):
-        return [_nonempty("prompt", value)]
-    if not isinstance(value, list):
-        raise _refuse("prompt", "must be text, token ids, or a list of either", value)
-    if not value:
-        raise _refuse("prompt", "must not be empty", value)
-    if not isinstance(value[0], str | list):
-        return [_ids("prompt", value)]
-    prompts: list[Prompt] = []
-    for index, item in enumerate(value):
-        param = f"prompt[{index}]"
-        if type(item) is not type(value[0]):
-            raise _refuse(param, "must be of the same kind as the first prompt", item)
-        prompts.append(_nonempty(param, item) if isinstance(item, str) else _ids(param, item))
-    return prompts
-
-
-def _nonempty(param: str, text: str) -> str:
-    if not text:
-        raise _refuse(param, "must not be empty", text)
-    return text
-
-
-def _ids(param: str, value: list[Any]) -> list[int]:
-    if not value:
-        raise _refuse(param, "must not be empty", value)
-    if not all(map(_is_id, value)):
-        index = next(i for i, item in enumerate(value) if not _is_id(item))
-        raise _refuse(f"{param}[{index}]", "must be a token id", value[index])
-    return value
-
-
-def _stops(value: object) -> list[str]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list):
-        raise _refuse("stop", "must be a string or a list of strings", value)
-    if len(stops) > MAX_STOPS:
-        raise _refuse("stop", f"must have at most {MAX_STOPS} strings", len(stops))
-    for index, stop in enumerate(stops):
-        param = "stop" if stops is not value else f"stop[{index}]"
-        if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARS:
-            raise _refuse(param, f"must be a string of 1 to {MAX_STOP_CHARS} characters", stop)
-    return stops
-
-
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Roles of messages, and what the template is told: templates know no developer."""
-
-
-def _messages(value: object) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise _refuse("messages", "must be a list of at least one message", value)
-    return [_message(f"messages[{index}]", item) for index, item in enumerate(value)]
-
-
-def _message(param: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _refuse(param, "must be an object", value)
-    message = {key: item for key, item in value.items() if item is not None}
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise _refuse(f"{param}.role", f"must be one of {', '.join(ROLES)}", role)
-    for name in ("tool_calls", "function_call", "audio"):
-        if message.get(name):
-            raise _refuse(f"{param}.{name}", "is not supported yet", message[name])
-    return message | {
-        "role": ROLES[role],
-        "content": _content(f"{param}.content", message.get("content")),
+_WITHOUT_EFFECT = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
     }
-
-
-def _content(param: str, value: object) -> str:
-    """A message's text: a string, or text parts, which are joined by line breaks."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise _refuse(param, "must be a string or a list of text parts", value)
-    texts = []
-    for index, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise _refuse(f"{param}[{index}].type", "only text parts are supported", kind)
-        if not isinstance(part.get("text"), str):
-            raise _refuse(f"{param}[{index}].text", "must be a string", part.get("text"))
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _off(*neutral: object) -> Callable[[object], bool]:
-    """Whether a value is one of those that change nothing; 0 and false are different values."""
-    return lambda value: any(
-        value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral
-    )
-
-
-_Neutral = Mapping[str, Callable[[object], bool]]
-
-_UNSUPPORTED: _Neutral = {
-    "min_p": _off(0),
-    "presence_penalty": _off(0),
-    "frequency_penalty": _off(0),
-    "repetition_penalty": _off(1),
-    "length_penalty": _off(1),
-    "logit_bias": _off({}),
-    "response_format": _off({"type": "text"}),
-    "structured_outputs": _off(),
-    "guided_json": _off(),
-    "guided_regex": _off(),
-    "guided_choice": _off([]),
-    "guided_grammar": _off(),
-    "bad_words": _off([]),
-    "best_of": _off(1),
-    "use_beam_search": _off(False),
-    "include_stop_str_in_output": _off(False),
-    "skip_special_tokens": _off(True),
-    "prompt_logprobs": _off(),
-    "truncate_prompt_tokens": _off(),
-}
-_UNSUPPORTED_COMPLETION: _Neutral = {
-    **_UNSUPPORTED,
-    "logprobs": _off(False),
-    "echo": _off(False),
-    "suffix": _off(""),
-}
-_UNSUPPORTED_CHAT: _Neutral = {
-    **_UNSUPPORTED,
-    "logprobs": _off(False),
-    "top_logprobs": _off(0),
-    "tools": _off([]),
-    "tool_choice": _off("none", "auto"),
-    "functions": _off([]),
-    "function_call": _off("none", "auto"),
-    "modalities": _off(["text"]),
-    "audio": _off(),
-    "web_search_options": _off(),
-    "reasoning_effort": _off("none"),
-    "verbosity": _off("medium"),
-    "chat_template": _off(),
-    "documents": _off([]),
-    "continue_final_message": _off(False),
-}
+)
+"""Fields of this API that change nothing here and are nobody's mistake."""
 
 
 class _Body(BaseModel):
@@ -203,12 +85,17 @@ class _Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 
+    unsupported: ClassVar[Mapping[str, Neutral]] = {}
+
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            return {name: value for name, value in data.items() if value is not None}
-        return data
+        if not isinstance(data, dict):
+            return data
+        for name in cls.unsupported.keys() & data.keys():
+            if data[name] is not None and not cls.unsupported[name](data[name]):
+                raise refuse(name, "is not supported", data[name])
+        return {name: value for name, value in data.items() if value is not None}
 
 
 class StreamOptions(_Body):
@@ -218,35 +105,58 @@ class StreamOptions(_Body):
 
 
 class Speculative(_Body):
-    """`stats`: tell what drafting did. `enabled`: whether anything is drafted."""
+    """`stats`: tell what drafting did. `enabled`: whether anything is drafted.
+
+    `width` and `budget`: children per node and nodes of a tree (root included), at most the
+    server's own.
+    """
 
     stats: bool = False
     enabled: bool = True
+    width: int | None = Field(None, ge=1, lt=MAX_NODES)
+    budget: int | None = Field(None, ge=1, le=MAX_NODES)
 
 
 class GenerateBody(_Body):
-    """What both endpoints share."""
+    """What both endpoints share. Sampling that is not given is the model's own default."""
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float = Field(1.0, ge=0, le=2)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, le=MAX_TOKENS, description="0 and -1: off")
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="0 and -1: off")
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=1e-3, le=1e3)
+    logit_bias: Annotated[
+        dict[int, float],
+        PlainValidator(fields.logit_bias, json_schema_input_type=dict[str, float]),
+    ] = Field(default_factory=dict)
+    bad_words: Annotated[
+        list[str], PlainValidator(fields.words, json_schema_input_type=list[str])
+    ] = Field(default_factory=list, description="words of one token each")
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Annotated[list[str], PlainValidator(_stops, json_schema_input_type=str | list[str])] = (
-        Field(default_factory=list)
-    )
+    stop: Annotated[
+        list[str], PlainValidator(fields.stops, json_schema_input_type=str | list[str])
+    ] = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     min_tokens: int = Field(0, ge=0, le=MAX_TOKENS)
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] = Field(
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=fields.MAX_ID)]] = Field(
         default_factory=list, max_length=MAX_STOP_IDS
     )
     ignore_eos: bool = False
     n: int = Field(1, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES, description="equal to n")
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     user: str | None = None
-    speculative: Speculative = Speculative()
+    speculative: Speculative = Field(default_factory=Speculative)
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerateBody:
@@ -254,9 +164,13 @@ class GenerateBody(_Body):
             raise InvalidRequest(
                 "stream_options: only allowed with stream true, got stream false", "stream_options"
             )
+        if self.best_of not in (None, self.n):
+            raise refuse("best_of", f"must be equal to n ({self.n})", self.best_of)
+        if self.stream and self.prompt_logprobs is not None:
+            raise refuse("prompt_logprobs", "not allowed with stream", self.prompt_logprobs)
         limit = self.token_limit
         if limit is not None and self.min_tokens > limit:
-            raise _refuse("min_tokens", f"must not exceed max_tokens ({limit})", self.min_tokens)
+            raise refuse("min_tokens", f"must not exceed max_tokens ({limit})", self.min_tokens)
         return self
 
     @property
@@ -269,67 +183,148 @@ class GenerateBody(_Body):
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def scores(self) -> int | None:
+        """Log-probabilities of output tokens: None for none, else how many of the best."""
+        return None
+
+    @property
+    def prompt_scores(self) -> int | None:
+        """The same of prompt tokens."""
+        return self.prompt_logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """Whether each answer begins with the prompt."""
+        return False
+
 
 class CompletionBody(GenerateBody):
     """POST /v1/completions."""
 
+    unsupported = _UNSUPPORTED_COMPLETION
+
     prompt: Annotated[
         list[Prompt],
         PlainValidator(
-            _prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
+            fields.prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]
         ),
     ]
-    max_tokens: int | None = Field(16, ge=1, le=MAX_TOKENS)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _supported(cls, data: Any) -> Any:
-        return _check_supported(data, _UNSUPPORTED_COMPLETION)
+    max_tokens: int | None = Field(16, ge=0, le=MAX_TOKENS, description="0: only with echo")
+    echo: bool = False
+    logprobs: Annotated[
+        int | None, PlainValidator(fields.logprobs, json_schema_input_type=int | bool)
+    ] = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_LOGPROBS})
+    add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def _few_choices(self) -> CompletionBody:
+    def _possible(self) -> CompletionBody:
         choices = len(self.prompt) * self.n
         if choices > MAX_CHOICES:
-            raise _refuse("n", f"prompts times n must be at most {MAX_CHOICES}", choices)
+            raise refuse("n", f"prompts times n must be at most {MAX_CHOICES}", choices)
+        if self.token_limit == 0 and not self.echo:
+            raise refuse("max_tokens", "must be at least 1 without echo", 0)
         return self
+
+    @property
+    def scores(self) -> int | None:
+        """As in `GenerateBody`."""
+        return self.logprobs
+
+    @property
+    def prompt_scores(self) -> int | None:
+        """With echo, prompt tokens are scored as the others are."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((k for k in wanted if k is not None), default=None)
+
+    @property
+    def echoes(self) -> bool:
+        """As in `GenerateBody`."""
+        return self.echo
 
 
 class ChatBody(GenerateBody):
     """POST /v1/chat/completions."""
 
+    unsupported = _UNSUPPORTED_CHAT
+
     messages: Annotated[
         list[dict[str, Any]],
-        PlainValidator(_messages, json_schema_input_type=list[dict[str, Any]]),
+        PlainValidator(conversation, json_schema_input_type=list[dict[str, Any]]),
     ]
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     add_generation_prompt: bool = True
+    add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _supported(cls, data: Any) -> Any:
-        return _check_supported(data, _UNSUPPORTED_CHAT)
-
     @model_validator(mode="after")
-    def _free_variables(self) -> ChatBody:
+    def _possible(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise refuse("top_logprobs", "only allowed with logprobs true", self.top_logprobs)
         for name in self.chat_template_kwargs:
             if name in RESERVED:
-                raise _refuse(
+                raise refuse(
                     f"chat_template_kwargs.{name}",
                     "is the request's own",
                     self.chat_template_kwargs[name],
                 )
         return self
 
-
-def _check_supported(data: Any, neutral: _Neutral) -> Any:
-    if isinstance(data, dict):
-        for name in neutral.keys() & data.keys():
-            if data[name] is not None and not neutral[name](data[name]):
-                raise _refuse(name, "is not supported yet", data[name])
-    return data
+    @property
+    def scores(self) -> int | None:
+        """As in `GenerateBody`."""
+        return self.top_logprobs if self.logprobs else None
 
 
-B = TypeVar("B", bound=GenerateBody)
+class TokenizeBody(_Body):
+    """POST /tokenize with a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatBody(ChatBody):
+    """POST /tokenize with a conversation."""
+
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(_Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, le=fields.MAX_ID)]]
+
+
+def tokenize_body(data: object) -> type[TokenizeBody | TokenizeChatBody]:
+    """Which of its two bodies POST /tokenize was given."""
+    chat = isinstance(data, dict) and data.get("messages") is not None
+    return TokenizeChatBody if chat else TokenizeBody
+
+
+def unknown_fields(body: type[BaseModel], data: object) -> Iterator[str]:
+    """Names in `data` that `body` does not know, those of nested objects with their path."""
+    if not isinstance(data, dict):
+        return
+    unsupported: Mapping[str, Neutral] = getattr(body, "unsupported", {})
+    for name, value in data.items():
+        if name in body.model_fields:
+            inner = _NESTED.get(name)
+            if inner is not None:
+                yield from (f"{name}.{part}" for part in unknown_fields(inner, value))
+        elif name not in unsupported and name not in _WITHOUT_EFFECT:
+            yield name
+
+
+_NESTED: Mapping[str, type[BaseModel]] = {
+    "stream_options": StreamOptions,
+    "speculative": Speculative,
+}
+
+B = TypeVar("B", bound=BaseModel)
 
 
 def validate(body: type[B], data: object) -> B:

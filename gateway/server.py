@@ -14,6 +14,7 @@ from typing import Protocol
 import uvicorn
 
 from gateway.app import create_app
+from gateway.checkpoint import Checkpoint
 from gateway.counters import Snapshot
 from gateway.generation import Bridge
 from gateway.metrics import FrontMetrics, SchedulerMetrics
@@ -21,8 +22,7 @@ from gateway.request import Deliver, ModelInfo
 from gateway.service import SchedulerPort, Service
 from gateway.servicer import SERVICE_NAME, GatewayServicer
 from gateway.settings import GatewaySettings
-from gateway.template import ChatTemplate
-from gateway.tokenizer import Tokenizer, resolve_folder
+from gateway.tokenizer import resolve_folder
 from slipstream import log as log_lines
 from slipstream import serving
 from slipstream.errors import ConfigError, PairError, SlipstreamError
@@ -85,17 +85,16 @@ class Front:
     def __init__(
         self,
         settings: GatewaySettings,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
+        checkpoint: Checkpoint,
         make_scheduler: Callable[[Deliver], SchedulerThread],
     ) -> None:
         self._settings = settings
-        self._tokenizer = tokenizer
+        self._tokenizer = checkpoint.tokenizer
         bridge = Bridge(asyncio.get_running_loop())
         metrics = FrontMetrics()
         self.scheduler = make_scheduler(bridge.deliver)
         self.service = Service(
-            self.scheduler, bridge, tokenizer, template, metrics, settings.served_name
+            self.scheduler, bridge, checkpoint, metrics, settings.served_model_name
         )
         collectors = (*metrics.collectors(), SchedulerMetrics(self.scheduler.snapshot))
         self._rest = RestServer(
@@ -175,12 +174,11 @@ class Front:
 
 async def serve(
     settings: GatewaySettings,
-    tokenizer: Tokenizer,
-    template: ChatTemplate | None,
+    checkpoint: Checkpoint,
     make_scheduler: Callable[[Deliver], SchedulerThread],
 ) -> None:
     """Runs the gateway until a signal. Raises SlipstreamError when it cannot start."""
-    front = Front(settings, tokenizer, template, make_scheduler)
+    front = Front(settings, checkpoint, make_scheduler)
     await front.start()
     signalled = asyncio.create_task(wait_for_signal())
     ready = asyncio.create_task(front.until_ready())
@@ -210,9 +208,8 @@ def run(settings: GatewaySettings, make_scheduler: Callable[[Deliver], Scheduler
     log_lines.setup(settings.log_level)
     try:
         folder = resolve_folder(settings.tokenizer)
-        tokenizer = Tokenizer.load(folder)
-        template = ChatTemplate.load(folder, tokenizer)
-        serving.run(serve(settings, tokenizer, template, make_scheduler))
+        checkpoint = Checkpoint.load(folder, recommended=settings.generation_config == "model")
+        serving.run(serve(settings, checkpoint, make_scheduler))
     except SlipstreamError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

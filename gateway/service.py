@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
-from gateway.generation import Bridge, Generation
+from gateway.checkpoint import Checkpoint
+from gateway.fields import refuse
+from gateway.generation import Bridge, Generation, ShownPrompt
 from gateway.metrics import FrontMetrics
+from gateway.openai import AnswerShape, Kind
+from gateway.prepare import (
+    answer_shape,
+    banned_ids,
+    choice_params,
+    end_ids,
+    shown_prompt,
+    text_stream,
+    wishes_of,
+)
 from gateway.request import GenerateParams, ModelInfo
-from gateway.schemas import ChatBody, CompletionBody, GenerateBody, Prompt
-from gateway.stream import StopStrings, TextStream
-from gateway.template import ChatTemplate
-from gateway.tokenizer import Tokenizer
+from gateway.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    TokenizeBody,
+    TokenizeChatBody,
+)
+from gateway.stops import StopStrings
 from slipstream.errors import (
     ContextTooLong,
     Draining,
@@ -24,7 +42,10 @@ from slipstream.errors import (
     PeerLost,
 )
 
-_SEED_MASK = 2**64 - 1
+log = logging.getLogger(__name__)
+
+_MOST_NAMES = 100  # unknown fields that are told apart; clients choose their names
+_MOST_CHARS = 64
 
 
 class SchedulerPort(Protocol):
@@ -56,18 +77,17 @@ class Service:
         self,
         scheduler: SchedulerPort,
         bridge: Bridge,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
+        checkpoint: Checkpoint,
         metrics: FrontMetrics,
-        served_name: str | None = None,
+        served_names: Sequence[str] = (),
     ) -> None:
         self._scheduler = scheduler
         self._bridge = bridge
-        self._tokenizer = tokenizer
-        self._template = template
-        self._served_name = served_name
+        self._served_names = tuple(served_names)
+        self.checkpoint = checkpoint
         self.metrics = metrics
         self.draining = False
+        self._unknown: set[str] = set()
         self._active: set[Generation] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -86,61 +106,124 @@ class Service:
         return self._scheduler.info
 
     @property
-    def model(self) -> str:
-        """The name clients use. Raises as `info`."""
-        return self._served_name or self.info().model
+    def models(self) -> tuple[str, ...]:
+        """The names clients may use, the usual one first. Raises as `info`."""
+        model = self.info().model
+        return self._served_names or (model,)
+
+    def named(self, name: str | None) -> str:
+        """The model that a client calls `name`; None or "": the usual one. Raises NotFound."""
+        served = self.models
+        if not name:
+            return served[0]
+        if name not in served:
+            known = ", ".join(map(repr, served))
+            raise NotFound(f"model: {name!r} does not exist, this server has {known}", "model")
+        return name
+
+    def ignored(self, names: Iterable[str]) -> None:
+        """Counts fields that nobody knows; each is logged once."""
+        for name in names:
+            short = name if len(name) <= _MOST_CHARS else f"{name[:_MOST_CHARS]}..."
+            if short not in self._unknown:
+                if len(self._unknown) >= _MOST_NAMES:
+                    short = "(others)"
+                else:
+                    self._unknown.add(short)
+                    log.info("unknown fields of requests are ignored: %r", short)
+            self.metrics.unknown_fields.add(1, short)
+
+    def shape(self, kind: Kind, body: GenerateBody) -> AnswerShape:
+        """How the answer to `body` is written."""
+        return answer_shape(kind, body, self.checkpoint)
 
     async def completion(self, body: CompletionBody) -> Generation:
         """Starts a completion. Raises RequestError, Draining or PeerLost; then nothing runs."""
-        self._check_model(body.model)
-        prompts = await self._encode(body.prompt)
-        return self._start(f"cmpl-{uuid.uuid4().hex}", body, prompts)
+        model = self.named(body.model)
+        tokenizer = self.checkpoint.tokenizer
+        texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+        ids = [prompt for prompt in body.prompt if isinstance(prompt, list)]
+        if texts:
+            ids = await tokenizer.encode(texts, special=body.add_special_tokens)
+        prompts = [
+            await shown_prompt(body, prompt, texts[index] if texts else None, tokenizer)
+            for index, prompt in enumerate(ids)
+        ]
+        return self._start(f"cmpl-{uuid.uuid4().hex}", model, body, prompts)
 
     async def chat(self, body: ChatBody) -> Generation:
         """Starts an answer to a conversation. Raises as `completion`."""
-        self._check_model(body.model)
-        if self._template is None:
+        model = self.named(body.model)
+        ids = await self.chat_ids(body)
+        with _prompt_is("messages"):
+            return self._start(f"chatcmpl-{uuid.uuid4().hex}", model, body, [ShownPrompt(ids)])
+
+    async def chat_ids(self, body: ChatBody) -> list[int]:
+        """The prompt of a conversation. Raises InvalidRequest naming `messages`."""
+        if self.checkpoint.template is None:
             raise InvalidRequest("messages: the model has no chat template", "messages")
-        text = self._template.render(
+        text = self.checkpoint.template.render(
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             variables=body.chat_template_kwargs,
         )
-        prompts = await self._tokenizer.encode([text], special=False)
-        with _prompt_is("messages"):
-            return self._start(f"chatcmpl-{uuid.uuid4().hex}", body, prompts)
+        special = body.add_special_tokens
+        (ids,) = await self.checkpoint.tokenizer.encode([text], special=special)
+        return ids
 
-    def _check_model(self, name: str | None) -> None:
-        served = self.model
-        if name and name != served:
-            raise NotFound(f"model: {name!r} does not exist, this server has {served!r}", "model")
+    async def tokenize(self, body: TokenizeBody | TokenizeChatBody) -> dict[str, Any]:
+        """The ids of a text or a conversation. Raises as `completion`."""
+        self.named(body.model)
+        tokenizer = self.checkpoint.tokenizer
+        if isinstance(body, TokenizeChatBody):
+            ids = await self.chat_ids(body)
+        else:
+            (ids,) = await tokenizer.encode([body.prompt], special=body.add_special_tokens)
+        names = [tokenizer.vocabulary.name(token) for token in ids]
+        return {
+            "count": len(ids),
+            "max_model_len": self.info().max_model_len,
+            "tokens": ids,
+            "token_strs": names if body.return_token_strs else None,
+        }
 
-    async def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if texts:
-            return await self._tokenizer.encode(texts, special=True)
-        return [prompt for prompt in prompts if isinstance(prompt, list)]
+    def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+        """The text of ids. Raises as `completion`."""
+        self.named(body.model)
+        size = self.info().vocab_size
+        for index, token in enumerate(body.tokens):
+            if token >= size:
+                raise refuse(f"tokens[{index}]", f"must be in [0, {size})", token)
+        return {"prompt": self.checkpoint.tokenizer.literal.decode(body.tokens)}
 
-    def _start(self, name: str, body: GenerateBody, prompts: Sequence[list[int]]) -> Generation:
-        info = self.info()
+    def _start(
+        self, name: str, model: str, body: GenerateBody, prompts: Sequence[ShownPrompt]
+    ) -> Generation:
+        info, tokenizer = self.info(), self.checkpoint.tokenizer
+        eos_ids = end_ids(info, tokenizer)
         generation = Generation(
             name,
-            self.model,
-            sum(map(len, prompts)),
+            model,
+            sum(len(prompt.ids) for prompt in prompts),
             self._bridge,
             self._scheduler.cancel,
             self.metrics,
-            want_stats=body.speculative.stats,
+            wishes=wishes_of(body, eos_ids),
             done=self._forget,
         )
         stops = StopStrings(body.stop) if body.stop else None
+        banned = banned_ids(body.bad_words, tokenizer)
+        defaults = self.checkpoint.defaults
         try:
             for prompt in prompts:
-                params = self._params(body, prompt, info)
+                params = choice_params(
+                    body, prompt.ids, info, defaults=defaults, eos_ids=eos_ids, banned=banned
+                )
                 for choice in range(body.n):
                     generation.add(
-                        TextStream(self._tokenizer, stops, body.min_tokens),
-                        partial(self._scheduler.submit, params(choice=choice)),
+                        text_stream(body, tokenizer, stops, len(prompt.text)),
+                        prompt,
+                        partial(self._submit, params, choice),
                     )
         except BaseException:
             generation.cancel()
@@ -150,33 +233,8 @@ class Service:
         self._idle.clear()
         return generation
 
-    def _params(
-        self, body: GenerateBody, prompt: Sequence[int], info: ModelInfo
-    ) -> partial[GenerateParams]:
-        """The request's parameters, but for the number of the choice."""
-        room = max(info.max_model_len - len(prompt), 1)  # no room at all: the scheduler refuses
-        limit = body.token_limit or room
-        stop_ids = frozenset(body.stop_token_ids)
-        if not body.ignore_eos:
-            stop_ids |= frozenset(info.eos_ids) | self._own_eos(info)
-        return partial(
-            GenerateParams,
-            prompt_ids=tuple(prompt),
-            max_tokens=limit,
-            min_tokens=min(body.min_tokens, limit),
-            stop_ids=stop_ids,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=max(body.top_k, 0),
-            seed=None if body.seed is None else body.seed & _SEED_MASK,
-            draft=body.speculative.enabled,
-        )
-
-    def _own_eos(self, info: ModelInfo) -> frozenset[int]:
-        # Chat checkpoints exist whose config.json names only the base model's end token, while the
-        # template's end of turn is the tokenizer's: they would never stop.
-        eos = self._tokenizer.eos_id
-        return frozenset() if eos is None or eos >= info.vocab_size else frozenset((eos,))
+    def _submit(self, params: partial[GenerateParams], choice: int) -> int:
+        return self._scheduler.submit(params(choice=choice))
 
     def _forget(self, generation: Generation) -> None:
         self._active.discard(generation)

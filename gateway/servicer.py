@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import grpc.aio
 
-from gateway.generation import Delta, Generation, Usage
+from gateway.generation import Choice, Delta, Generation, Usage
+from gateway.request import TokenLogprob
 from gateway.schemas import CompletionBody, validate
 from gateway.service import Service
+from gateway.stream import Piece
 from slipstream.errors import InvalidRequest, SlipstreamError, describe
 from slipstream.v1 import gateway_pb2 as pb
 from slipstream.v1 import gateway_pb2_grpc as rpc
@@ -18,7 +20,8 @@ from slipstream.v1 import gateway_pb2_grpc as rpc
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GatewayService"].full_name
 
 _ENDPOINT = "generate"
-_PLAIN_FIELDS = ("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "seed", "n")
+_CONVERTED = ("model", "text", "token_ids", "grammar")
+"""Fields that are not named and typed as REST's."""
 
 
 class GatewayServicer(rpc.GatewayServiceServicer):
@@ -33,13 +36,14 @@ class GatewayServicer(rpc.GatewayServiceServicer):
         """Streams the pieces of every choice. Ending the call ends the request."""
         status = grpc.StatusCode.CANCELLED
         try:
-            generation = await self._service.completion(decode(request))
+            body = decode(request)
+            generation = await self._service.completion(body)
             with generation:
                 # The call's end is seen here even while nobody asks for the next message.
                 context.add_done_callback(lambda _: generation.cancel())
                 while deltas := await generation.next():
                     for delta in deltas:
-                        yield encode(generation, delta)
+                        yield encode(body, generation, delta)
                 if generation.finished:
                     status = grpc.StatusCode.OK
         except SlipstreamError as error:
@@ -59,28 +63,36 @@ def decode(request: pb.GenerateRequest) -> CompletionBody:
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("prompt: text or token_ids is required", "prompt")
-    data: dict[str, Any] = {
-        field.name: value for field, value in request.ListFields() if field.name in _PLAIN_FIELDS
+    data = {
+        field.name: value for field, value in request.ListFields() if field.name not in _CONVERTED
     }
     data["prompt"] = request.text if kind == "text" else list(request.token_ids.ids)
     data["model"] = request.model or None
-    data["stop"] = list(request.stop)
-    data["stop_token_ids"] = list(request.stop_token_ids)
-    data["ignore_eos"] = request.ignore_eos
-    data["speculative"] = {"stats": request.speculative.stats}
-    if request.speculative.HasField("enabled"):
-        data["speculative"]["enabled"] = request.speculative.enabled
+    for name in ("stop", "stop_token_ids", "bad_words"):
+        data[name] = list(getattr(request, name))
+    data["logit_bias"] = dict(request.logit_bias)
+    wanted = request.speculative
+    data["speculative"] = {field.name: value for field, value in wanted.ListFields()}
     return validate(CompletionBody, data)
 
 
-def encode(generation: Generation, delta: Delta) -> pb.GenerateResponse:
-    """One piece; a choice's last one carries its usage and, if asked for, its statistics."""
+def encode(body: CompletionBody, generation: Generation, delta: Delta) -> pb.GenerateResponse:
+    """One piece; a choice's first one carries what is told of its prompt, its last one the usage
+    and, if asked for, the statistics."""
     choice, piece = delta
     message = pb.GenerateResponse(index=choice.index, text=piece.text, token_ids=piece.tokens)
+    if piece.scored:
+        _fill_logprobs(message, piece)
+    if piece.first:
+        _fill_prompt(message, body, choice)
     if piece.finish is not None:
         message.finish_reason = piece.finish
         message.usage.CopyFrom(_usage(generation.usage(choice)))
-        if generation.want_stats:
+        if isinstance(choice.stop, str):
+            message.stop_string = choice.stop
+        elif choice.stop is not None:
+            message.stop_token_id = choice.stop
+        if generation.wishes.stats:
             stats = choice.stats
             message.speculative.CopyFrom(
                 pb.SpeculativeStats(
@@ -88,6 +100,32 @@ def encode(generation: Generation, delta: Delta) -> pb.GenerateResponse:
                 )
             )
     return message
+
+
+def _fill_logprobs(message: pb.GenerateResponse, piece: Piece) -> None:
+    # An echoed prompt has rows too; it is told by `prompt_logprobs`.
+    rows = piece.scored[len(piece.scored) - len(piece.tokens) :]
+    message.logprobs.extend(_logprob(token, row) for token, _, row in rows)
+
+
+def _fill_prompt(message: pb.GenerateResponse, body: CompletionBody, choice: Choice) -> None:
+    ids = choice.prompt.ids
+    if body.return_token_ids:
+        message.prompt_token_ids.extend(ids)
+    if body.prompt_scores is not None:
+        rows: Iterable[TokenLogprob | None] = (None, *choice.prompt_logprobs)
+        message.prompt_logprobs.extend(map(_logprob, ids, rows))
+
+
+def _logprob(token: int, row: TokenLogprob | None) -> pb.TokenLogprob:
+    if row is None:
+        return pb.TokenLogprob(token=token)
+    return pb.TokenLogprob(
+        token=token,
+        logprob=row.logprob,
+        top_ids=[other for other, _ in row.top],
+        top_logprobs=[value for _, value in row.top],
+    )
 
 
 def _usage(usage: Usage) -> pb.Usage:

@@ -47,8 +47,14 @@ class GatewaySettings(ProcessSettings):
     host: str = Field(default="127.0.0.1", description="address of both client doors")
     port: int = Field(default=8000, ge=0, le=65535, description="REST port; 0 takes a free one")
     grpc_port: int = Field(default=0, ge=0, le=65535, description="gRPC port; 0 takes a free one")
-    served_name: str | None = Field(
-        default=None, description="model name that clients use; default: the target's"
+    served_model_name: list[str] = Field(
+        default_factory=list,
+        description="model names that clients use, the usual one first; default: the target's",
+    )
+    generation_config: Literal["model", "off"] = Field(
+        default="model",
+        description="sampling that requests leave open: the model's generation_config.json's, or"
+        " none",
     )
     max_queue: int = Field(
         default=256, ge=1, description="requests that may wait beyond those in slots"
@@ -97,6 +103,13 @@ class GatewaySettings(ProcessSettings):
             return value
         if not (host and colon and port.isdecimal() and 0 < int(port) < 1 << 16):
             raise ValueError("must be host:port, the port from 1 to 65535")
+        return value
+
+    @field_validator("served_model_name")
+    @classmethod
+    def _are_names(cls, value: list[str]) -> list[str]:
+        if not all(value) or len(set(value)) != len(value):
+            raise ValueError("must be different names, none of them empty")
         return value
 
     def scheduler(self) -> SchedulerSettings:

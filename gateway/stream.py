@@ -7,10 +7,12 @@ and never text that could still turn out to be the beginning of a stop string.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+from gateway.request import TokenLogprob
+from gateway.stops import StopStrings
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -81,81 +83,19 @@ class Detokenizer:
         return new
 
 
-class StopStrings:
-    """An Aho-Corasick automaton over a request's stop strings, shared by its choices.
+FinishReason = Literal["stop", "length"]
 
-    After each character, the state is the longest suffix of the text that begins some stop string.
-    So a match is seen at the first character that completes it, however the text was cut into
-    tokens; of several that end there, the longest counts.
+
+class Scored(NamedTuple):
+    """A token of an answer, or of the prompt that it begins with.
+
+    `offset` is the number of characters before the token's own text, `logprob` None for a prompt's
+    first token.
     """
 
-    __slots__ = ("_fail", "_goto", "_held", "_match")
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._goto: list[dict[str, int]] = [{}]
-        self._match = [0]  # per state: length of the longest stop string that ends here
-        depth = [0]
-        for stop in stops:
-            state = 0
-            for char in stop:
-                if char not in self._goto[state]:
-                    self._goto[state][char] = len(self._goto)
-                    self._goto.append({})
-                    self._match.append(0)
-                    depth.append(depth[state] + 1)
-                state = self._goto[state][char]
-            self._match[state] = depth[state]
-        self._fail = self._link()
-        # Per state: how many of the last characters may still grow into a stop string.
-        self._held = [0] * len(self._goto)
-        for state in sorted(range(1, len(self._goto)), key=depth.__getitem__):
-            self._held[state] = depth[state] if self._goto[state] else self._held[self._fail[state]]
-
-    def _link(self) -> list[int]:
-        fail = [0] * len(self._goto)
-        queue = deque(self._goto[0].values())
-        while queue:
-            state = queue.popleft()
-            self._match[state] = self._match[state] or self._match[fail[state]]
-            for char, child in self._goto[state].items():
-                fail[child] = self.step(fail[state], char, fail)
-                queue.append(child)
-        return fail
-
-    def step(self, state: int, char: str, fail: Sequence[int] | None = None) -> int:
-        """The state after `char`."""
-        links = self._fail if fail is None else fail
-        goto = self._goto
-        while char not in goto[state]:
-            if state == 0:
-                return 0
-            state = links[state]
-        return goto[state][char]
-
-    def scan(self, state: int, text: str, armed: bool) -> tuple[int, int, int]:
-        """Follows `text` from `state`.
-
-        Returns the state, and the end and length of the first stop string: it is
-        text[end - length : end], its beginning negative when it lies in earlier text. Without one,
-        or when not `armed`, length is 0.
-        """
-        goto, match, step = self._goto, self._match, self.step
-        root = goto[0]
-        for index, char in enumerate(text):
-            if state == 0:
-                state = root.get(char, 0)
-            else:
-                state = step(state, char)
-            if armed and match[state]:
-                return state, index + 1, match[state]
-        return state, len(text), 0
-
-    def held(self, state: int) -> int:
-        """Characters at the end of the text that may still grow into a stop string."""
-        return self._held[state]
-
-
-FinishReason = Literal["stop", "length"]
+    token: int
+    offset: int
+    logprob: TokenLogprob | None
 
 
 @dataclass(slots=True)
@@ -163,12 +103,16 @@ class Piece:
     """What one run of tokens added to an answer.
 
     `tokens` are those that belong to the answer, hidden end tokens included; `finish` is None while
-    it goes on.
+    it goes on; `scored` has one row per token, where wanted; `stop` is the stop string that ended
+    the answer; `first` marks a choice's first piece.
     """
 
     text: str
     tokens: Sequence[int]
     finish: FinishReason | None
+    scored: list[Scored] = field(default_factory=list)
+    stop: str | None = None
+    first: bool = False
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
@@ -177,70 +121,122 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         return pieces[0]
     text = "".join([piece.text for piece in pieces])
     tokens = [token for piece in pieces for token in piece.tokens]
-    return Piece(text, tokens, pieces[-1].finish)
+    scored = [row for piece in pieces for row in piece.scored]
+    last = pieces[-1]
+    return Piece(text, tokens, last.finish, scored, last.stop, pieces[0].first)
 
 
 class TextStream:
     """The text of one choice.
 
     A stop string counts when it is completed by a token after the first `min_tokens`. It ends the
-    answer at that token and is not shown; so is a stop token (`finish` "stop") not shown, though it
-    counts.
+    answer at that token and is not shown, nor is a stop token (`finish` "stop"), though it counts;
+    with `keep_stop` both are. With `scored` every token gets a row, its offset counted from
+    `offset`.
     """
 
-    __slots__ = ("_count", "_detokenizer", "_min_tokens", "_pending", "_state", "_stops")
+    __slots__ = (
+        "_count",
+        "_detokenizer",
+        "_keep_stop",
+        "_length",
+        "_min_tokens",
+        "_pending",
+        "_scored",
+        "_state",
+        "_stop",
+        "_stops",
+    )
 
-    def __init__(self, decoder: Decoder, stops: StopStrings | None, min_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        stops: StopStrings | None,
+        min_tokens: int = 0,
+        *,
+        keep_stop: bool = False,
+        scored: bool = False,
+        offset: int = 0,
+    ) -> None:
         self._detokenizer = Detokenizer(decoder)
         self._stops = stops
         self._min_tokens = min_tokens
+        self._keep_stop = keep_stop
+        self._scored = scored
+        self._length = offset  # characters of all tokens so far
         self._state = 0
         self._pending = ""  # final text that may still begin a stop string
         self._count = 0
+        self._stop: str | None = None
 
-    def feed(self, tokens: Sequence[int], finish: FinishReason | None) -> Piece:
-        """Takes one run. `finish` says why the target ended the request with it.
+    def feed(
+        self,
+        tokens: Sequence[int],
+        finish: FinishReason | None,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> Piece:
+        """Takes one run; `logprobs` has a row for each of `tokens` where they are scored. `finish`
+        says why the target ended the request with it.
 
         Not to be called after an end.
         """
-        shown = tokens[:-1] if finish == "stop" else tokens
-        if self._stops is None:
+        shown = tokens if finish != "stop" or self._keep_stop else tokens[:-1]
+        if self._stops is None and not self._scored:
             text = self._detokenizer.push(shown)
             if finish is not None:
                 text += self._detokenizer.flush()
             return Piece(text, tokens, finish)
-        return self._feed_watched(self._stops, tokens, shown, finish)
+        return self._feed_each(tokens, shown, finish, logprobs)
 
-    def _feed_watched(
+    def _feed_each(
         self,
-        stops: StopStrings,
         tokens: Sequence[int],
         shown: Sequence[int],
         finish: FinishReason | None,
+        logprobs: Sequence[TokenLogprob],
     ) -> Piece:
         push = self._detokenizer.push
+        offsets: list[int] = []
+        used, ended = len(tokens), False
         for index in range(len(shown)):
             self._count += 1
-            if self._add(stops, push(shown[index : index + 1])):
-                return Piece(self._pending, tokens[: index + 1], "stop")
-        if finish is None:
-            final = len(self._pending) - stops.held(self._state)
-            text, self._pending = self._pending[:final], self._pending[final:]
-            return Piece(text, tokens, None)
-        if self._add(stops, self._detokenizer.flush()):
-            return Piece(self._pending, tokens, "stop")
-        return Piece(self._pending, tokens, finish)
+            offsets.append(self._length)
+            if self._add(push(shown[index : index + 1])):
+                used, ended = index + 1, True
+                break
+        if not ended and finish is not None:
+            offsets += [self._length] * (len(tokens) - len(shown))
+            ended = self._add(self._detokenizer.flush())
+        scored: list[Scored] = []
+        if self._scored:
+            rows = zip(tokens[:used], offsets, logprobs[:used], strict=True)
+            scored = [Scored(*row) for row in rows]
+        if ended:
+            return Piece(self._pending, tokens[:used], "stop", scored, self._stop)
+        if finish is not None:
+            return Piece(self._pending, tokens, finish, scored)
+        held = 0 if self._stops is None else self._stops.held(self._state)
+        final = len(self._pending) - held
+        text, self._pending = self._pending[:final], self._pending[final:]
+        return Piece(text, tokens, None, scored)
 
-    def _add(self, stops: StopStrings, text: str) -> bool:
+    def _add(self, text: str) -> bool:
         """Appends to the pending text.
 
-        True when a stop string ended it; the stop string and all that follows are cut off.
+        True when a stop string ended it; all that follows is cut off, and the stop string too
+        unless it is kept.
         """
+        self._length += len(text)
+        stops = self._stops
+        if stops is None:
+            self._pending += text
+            return False
         armed = self._count > self._min_tokens
         self._state, end, length = stops.scan(self._state, text, armed)
-        if length:
-            end += len(self._pending)
-            self._pending = (self._pending + text)[: end - length]
-            return True
+        end += len(self._pending)
         self._pending += text
-        return False
+        if not length:
+            return False
+        self._stop = self._pending[end - length : end]
+        self._pending = self._pending[: end if self._keep_stop else end - length]
+        return True

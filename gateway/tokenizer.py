@@ -18,6 +18,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
 
+from gateway.vocabulary import Vocabulary
 from slipstream.errors import ConfigError
 
 NAMED_SPECIALS = (
@@ -40,6 +41,8 @@ class Tokenizer:
         special_tokens: the named special tokens, by name ("bos_token": "<s>").
         eos_id: id of the tokenizer's own end token, None when it names none.
         vocab_size: one more than the largest id, added tokens included.
+        vocabulary: its tokens one by one.
+        literal: decodes special tokens as they are written.
     """
 
     def __init__(self, raw: RawTokenizer, config: dict[str, Any], workers: int = 2) -> None:
@@ -54,6 +57,8 @@ class Tokenizer:
         self._silent = frozenset(
             number for number, token in raw.get_added_tokens_decoder().items() if token.special
         )
+        self.vocabulary = Vocabulary(raw)
+        self.literal = LiteralDecoder(raw, self.vocab_size)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -77,6 +82,10 @@ class Tokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self._encode, texts, special)
 
+    def encode_now(self, text: str) -> list[int]:
+        """Ids of a short text, without special tokens."""
+        return self._encode([text], False)[0]
+
     def _encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         encodings = self._raw.encode_batch_fast(list(texts), add_special_tokens=special)
         return [encoding.ids for encoding in encodings]
@@ -95,6 +104,22 @@ class Tokenizer:
     def close(self) -> None:
         """Ends the worker threads once their present work is done."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class LiteralDecoder:
+    """Decodes with special tokens as they are written."""
+
+    def __init__(self, raw: RawTokenizer, vocab_size: int) -> None:
+        self._decode = raw.decode
+        self._vocab_size = vocab_size
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`."""
+        return self._decode(ids, skip_special_tokens=False)
+
+    def is_silent(self, token: int) -> bool:
+        """Whether `token` is no token at all."""
+        return token >= self._vocab_size
 
 
 def resolve_folder(name: str | None) -> Path:

@@ -148,7 +148,7 @@ def commands(
         ("host", settings.host),
         ("port", settings.port),
         ("grpc-port", settings.grpc_port),
-        ("served-name", name),
+        ("served-model-name", name),
         ("pipeline-depth", settings.pipeline_depth),
         ("ping-pong", settings.ping_pong),
         ("pin-nodes", True if settings.pins_nodes else None),

@@ -124,7 +124,7 @@ BAD_REQUESTS = [
     (
         pb.GenerateRequest(text="y" * 600),
         grpc.StatusCode.INVALID_ARGUMENT,
-        "window of 512",
+        "maximum context length is 512 tokens",
     ),
     (pb.GenerateRequest(text="x", model="gpt"), grpc.StatusCode.NOT_FOUND, "gpt"),
     (pb.GenerateRequest(text="x", n=3), grpc.StatusCode.RESOURCE_EXHAUSTED, "wait already"),

@@ -85,7 +85,7 @@ async def test_the_first_chat_delta_carries_the_role(tmp_path: Path) -> None:
 
 async def test_the_openai_client(tmp_path: Path) -> None:
     async with (
-        stage(tmp_path, TEXT, served_name="mine") as s,
+        stage(tmp_path, TEXT, served_names=["mine"]) as s,
         openai.AsyncOpenAI(
             base_url=s.url + "/v1",
             api_key="none",

@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 
+from gateway.checkpoint import Checkpoint
 from gateway.request import Deliver, GenerateParams
 from gateway.server import Front
 from gateway.settings import GatewaySettings
-from gateway.template import ChatTemplate
 from gateway.tokenizer import Tokenizer
 from tests.fakes.scheduler import FakeScheduler, Script, model_info
 from tests.tiny import make_tokenizer
@@ -61,14 +61,15 @@ async def stage(
     end: bool = True,
     script: Script | None = None,
     max_model_len: int = 512,
-    served_name: str | None = None,
+    served_names: Sequence[str] = (),
     **options: object,
 ) -> AsyncIterator[Stage]:
     """Both doors on free ports; every request is answered with `text` unless there is a script."""
     if not (folder / "tokenizer.json").exists():
         make_tokenizer(folder)
-    tokenizer = Tokenizer.load(folder)
-    settings = GatewaySettings(target="127.0.0.1:1", port=0, served_name=served_name)
+    checkpoint = Checkpoint.load(folder)
+    tokenizer = checkpoint.tokenizer
+    settings = GatewaySettings(target="127.0.0.1:1", port=0, served_model_name=list(served_names))
 
     def make(deliver: Deliver) -> FakeScheduler:
         return FakeScheduler(
@@ -78,7 +79,7 @@ async def stage(
             **options,  # type: ignore[arg-type]
         )
 
-    front = Front(settings, tokenizer, ChatTemplate.load(folder, tokenizer), make)
+    front = Front(settings, checkpoint, make)
     await front.start()
     try:
         async with httpx.AsyncClient(base_url=f"http://{front.http}", trust_env=False) as http:

@@ -15,6 +15,7 @@ from gateway.cell import Command, Lost, Peer, Received
 from slipstream.errors import PeerLost
 from slipstream.v1 import common_pb2 as common
 from slipstream.v1 import draft_pb2, target_pb2
+from slipstream.wire import PROTOCOL
 from tests.unit.scheduler_target import VOCAB, WIDTH, CellSpec, FakeTarget, Handoff, draw
 
 
@@ -75,8 +76,8 @@ class FakeDraft:
     def _hello(self, command: draft_pb2.DraftCommand) -> None:
         spec = self.spec
         ready = draft_pb2.DraftReady(
-            protocol=1, model="head", block_size=spec.block_size, causal=True, vocab_size=VOCAB,
-            feature_width=WIDTH, slots=spec.slots, pages=spec.draft_pages,
+            protocol=PROTOCOL, model="head", block_size=spec.block_size, causal=True,
+            vocab_size=VOCAB, feature_width=WIDTH, slots=spec.slots, pages=spec.draft_pages,
             page_size=spec.page_size,
         )  # fmt: skip
         ready.fingerprints.fc = self.cell.draft_fingerprint
@@ -119,7 +120,7 @@ class FakeDraft:
         admit = command.admit
         if not self._current(admit.session):
             return
-        assert admit.slot not in self.slots and admit.tree.budget == self.spec.budget
+        assert admit.slot not in self.slots and admit.tree.budget <= self.spec.budget
         self.slots[admit.slot] = DraftSlot(admit.epoch, admit.seed, admit.choice)
 
     def _release(self, command: draft_pb2.DraftCommand) -> None:

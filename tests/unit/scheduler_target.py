@@ -16,6 +16,7 @@ from gateway.cell import Peer
 from gateway.request import GenerateParams
 from slipstream.v1 import common_pb2 as common
 from slipstream.v1 import target_pb2
+from slipstream.wire import PROTOCOL
 
 if TYPE_CHECKING:
     from tests.unit.scheduler_fakes import FakeCell
@@ -33,11 +34,18 @@ def draw(seed: int, choice: int, position: int, before: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") % VOCAB
 
 
+def score(token: int) -> target_pb2.TokenLogprobs:
+    """The log-probability of a token, wherever it is."""
+    return target_pb2.TokenLogprobs(logprob=-float(token))
+
+
 def expected(params: GenerateParams, seed: int, max_model_len: int) -> tuple[list[int], str]:
     """What a request must get in the end, and why it ends."""
     known = list(params.prompt_ids)
     limit = min(len(known) + params.max_tokens, max_model_len)
     output: list[int] = []
+    if params.max_tokens == 0:
+        return output, "length"
     while True:
         token = draw(seed, params.choice, len(known), known[-1])
         if len(output) < params.min_tokens and token in params.stop_ids:
@@ -119,7 +127,7 @@ class FakeTarget:
     def ready(self) -> target_pb2.TargetReady:
         spec = self.spec
         ready = target_pb2.TargetReady(
-            protocol=1, last_step=self.last_step, model="fake", vocab_size=VOCAB,
+            protocol=PROTOCOL, last_step=self.last_step, model="fake", vocab_size=VOCAB,
             max_model_len=spec.max_model_len, slots=spec.slots, pages=spec.pages,
             page_size=spec.page_size, max_nodes=spec.max_nodes,
             max_prefill_rows=spec.max_prefill_rows, feature_width=WIDTH,
@@ -168,7 +176,9 @@ class FakeTarget:
         assert admit.slot < self.spec.slots and admit.slot not in self.slots
         assert admit.epoch > self.last_epoch.get(admit.slot, 0)
         known = [*admit.prompt_ids, *admit.output_ids]
-        assert admit.prompt_ids and len(known) < admit.limit <= self.spec.max_model_len
+        scored_only = admit.HasField("prompt_logprobs") and not admit.output_ids
+        assert admit.prompt_ids and len(known) < admit.limit + scored_only
+        assert admit.limit <= self.spec.max_model_len
         self.last_epoch[admit.slot] = admit.epoch
         self.slots[admit.slot] = TargetSlot(admit.epoch, admit, known, admit.limit)
 
@@ -291,7 +301,14 @@ class FakeTarget:
         self._reserve(slot, entry.reserve, end)
         assert end <= len(slot.known) and entry.last == (end == len(slot.known))
         slot.start = end
-        if entry.last:
+        if slot.admit.HasField("prompt_logprobs"):
+            prompt = slot.admit.prompt_ids
+            for position in range(first + 1, min(end + 1, len(prompt))):
+                out.prompt_logprobs.append(score(prompt[position]))
+        if entry.last and len(slot.known) == slot.limit:
+            slot.live = slot.finished = True
+            out.finish = common.FINISH_LIMIT
+        elif entry.last:
             slot.live = True
             self._commit(slot, [self._draw(slot, len(slot.known), slot.known[-1])], out)
 

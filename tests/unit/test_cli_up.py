@@ -151,7 +151,7 @@ def test_who_gets_what(model: Path) -> None:
         "--host": "127.0.0.1",
         "--port": "0",
         "--grpc-port": "0",
-        "--served-name": "smollm2-135m-instruct",
+        "--served-model-name": "smollm2-135m-instruct",
         "--pipeline-depth": "0",
         "--pin-nodes": "",
         "--drain-s": "5.0",
@@ -176,7 +176,7 @@ def test_without_a_draft_there_are_two_processes(model: Path) -> None:
     cell = commands(given, model, "none")
     assert [name for name, _ in cell.items()] == ["target", "gateway"]
     assert flags(cell.target)["--draft"] == "none" == flags(cell.gateway)["--draft"]
-    assert flags(cell.gateway)["--served-name"] == model.name
+    assert flags(cell.gateway)["--served-model-name"] == model.name
     assert "--pin-nodes" not in flags(cell.gateway)
 
 

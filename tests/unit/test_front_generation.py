@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from gateway.generation import Bridge, Generation
+from gateway.generation import Bridge, Generation, ShownPrompt, Wishes
 from gateway.metrics import FrontMetrics
 from gateway.request import Chunk
 from gateway.stream import TextStream
@@ -28,11 +28,13 @@ class Letters:
 def make(choices: int) -> tuple[Bridge, Generation]:
     bridge = Bridge(asyncio.get_running_loop())
     generation = Generation(
-        "id", "model", 3, bridge, lambda _: None, FrontMetrics(), want_stats=True,
+        "id", "model", 3, bridge, lambda _: None, FrontMetrics(), wishes=Wishes(stats=True),
         done=lambda _: None,
     )  # fmt: skip
     for number in range(choices):
-        generation.add(TextStream(Letters(), None), lambda number=number: 10 + number)
+        generation.add(
+            TextStream(Letters(), None), ShownPrompt((1,)), lambda number=number: 10 + number
+        )
     return bridge, generation
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.schemas import ChatBody, CompletionBody, validate
+from gateway.schemas import ChatBody, CompletionBody, unknown_fields, validate
 from gateway.servicer import decode
 from slipstream.errors import InvalidRequest
 from slipstream.v1 import gateway_pb2 as pb
@@ -77,11 +77,28 @@ def test_prompts_of_every_kind(given: object, prompts: list[object]) -> None:
         (PROMPT | {"speculative": 1}, "speculative", "1"),
         (PROMPT | {"model": 3}, "model", "3"),
         (PROMPT | {"user": 3}, "user", "3"),
-        (PROMPT | {"logprobs": 0}, "logprobs", "0"),
-        (PROMPT | {"logprobs": 5}, "logprobs", "5"),
-        (PROMPT | {"presence_penalty": 0.5}, "presence_penalty", "0.5"),
-        (PROMPT | {"logit_bias": {"5": 1}}, "logit_bias", "{'5': 1}"),
-        (PROMPT | {"echo": True}, "echo", "True"),
+        (PROMPT | {"logprobs": 21}, "logprobs", "21"),
+        (PROMPT | {"logprobs": True}, "logprobs", "True"),
+        (PROMPT | {"prompt_logprobs": -1}, "prompt_logprobs", "-1"),
+        (PROMPT | {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "1"),
+        (PROMPT | {"presence_penalty": 2.5}, "presence_penalty", "2.5"),
+        (PROMPT | {"frequency_penalty": "a"}, "frequency_penalty", "'a'"),
+        (PROMPT | {"repetition_penalty": 0}, "repetition_penalty", "0"),
+        (PROMPT | {"min_p": 1.5}, "min_p", "1.5"),
+        (PROMPT | {"logit_bias": [1]}, "logit_bias", "[1]"),
+        (PROMPT | {"logit_bias": {"a": 1}}, "logit_bias", "'a'"),
+        (PROMPT | {"logit_bias": {"-5": 1}}, "logit_bias", "'-5'"),
+        (PROMPT | {"logit_bias": {"5": 101}}, "logit_bias.5", "101"),
+        (PROMPT | {"logit_bias": {"5": None}}, "logit_bias.5", "null"),
+        (PROMPT | {"logit_bias": {"5": True}}, "logit_bias.5", "True"),
+        (PROMPT | {"bad_words": "no"}, "bad_words", "'no'"),
+        (PROMPT | {"bad_words": ["no", ""]}, "bad_words[1]", "''"),
+        (PROMPT | {"echo": 1}, "echo", "1"),
+        (PROMPT | {"speculative": {"width": 0}}, "speculative.width", "0"),
+        (PROMPT | {"speculative": {"budget": 257}}, "speculative.budget", "257"),
+        (PROMPT | {"n": 2, "best_of": 1}, "best_of", "1"),
+        (PROMPT | {"use_beam_search": True}, "use_beam_search", "True"),
+        (PROMPT | {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "5"),
         (PROMPT | {"best_of": 3}, "best_of", "3"),
         (PROMPT | {"suffix": "end"}, "suffix", "'end'"),
         (PROMPT | {"response_format": {"type": "json_object"}}, "response_format", "json_object"),
@@ -114,7 +131,7 @@ def test_bad_completions(data: dict[str, object], param: str, value: str) -> Non
             "messages[0].content[0].type",
         ),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
-        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
     ],
 )
 def test_bad_messages(messages: object, param: str) -> None:
@@ -128,8 +145,9 @@ def test_bad_messages(messages: object, param: str) -> None:
     [
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("logprobs", True),
-        ("top_logprobs", 3),
+        ("audio", {"voice": "a"}),
+        ("modalities", ["text", "audio"]),
+        ("echo", True),
         ("functions", [{}]),
         ("response_format", {"type": "json_schema"}),
         ("reasoning_effort", "high"),
@@ -137,7 +155,7 @@ def test_bad_messages(messages: object, param: str) -> None:
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(name: str, value: object) -> None:
-    with pytest.raises(InvalidRequest, match=f"^{name}: is not supported yet") as caught:
+    with pytest.raises(InvalidRequest, match=f"^{name}: is not supported") as caught:
         validate(ChatBody, MESSAGES | {name: value})
     assert caught.value.param == name
 
@@ -167,9 +185,10 @@ def test_neutral_values_and_unknown_fields_pass() -> None:
 
 
 def test_null_counts_as_absent() -> None:
-    names = CompletionBody.model_fields.keys() - {"prompt"}
-    body = validate(CompletionBody, PROMPT | dict.fromkeys(names))
-    assert body == validate(CompletionBody, PROMPT)
+    for schema, least in ((CompletionBody, PROMPT), (ChatBody, MESSAGES)):
+        names = (schema.model_fields.keys() | schema.unsupported.keys()) - least.keys()
+        assert validate(schema, least | dict.fromkeys(names)) == validate(schema, least)
+    body = validate(CompletionBody, PROMPT)
     assert body.max_tokens == 16
     nested = validate(CompletionBody, PROMPT | {"speculative": {"stats": True, "enabled": None}})
     assert nested.speculative.enabled
@@ -199,6 +218,43 @@ def test_template_variables_may_not_replace_the_request() -> None:
     assert caught.value.param == "chat_template_kwargs.messages"
 
 
+def test_what_nobody_knows_is_named() -> None:
+    data = PROMPT | {
+        "store": True,
+        "suffix": None,
+        "whatever": 1,
+        "stream": True,
+        "stream_options": {"include_usage": True, "odd": 1},
+        "speculative": {"stats": True, "depth": 3},
+    }
+    found = ["whatever", "stream_options.odd", "speculative.depth"]
+    assert list(unknown_fields(CompletionBody, data)) == found
+    assert list(unknown_fields(ChatBody, MESSAGES | {"prompt": 1, "tools": []})) == ["prompt"]
+    assert list(unknown_fields(ChatBody, [1])) == []
+
+
+def test_log_probabilities_asked_for() -> None:
+    def scores(body: type[ChatBody | CompletionBody], **given: object) -> tuple[object, object]:
+        made = validate(body, PROMPT | MESSAGES | given)
+        return made.scores, made.prompt_scores
+
+    assert scores(CompletionBody) == scores(CompletionBody, logprobs=False) == (None, None)
+    assert scores(CompletionBody, logprobs=0) == (0, None)
+    assert scores(CompletionBody, logprobs=3, echo=True) == (3, 3)
+    assert scores(CompletionBody, logprobs=3, echo=True, prompt_logprobs=5) == (3, 5)
+    assert scores(CompletionBody, echo=True, max_tokens=0) == (None, None)
+    assert scores(ChatBody, logprobs=True, top_logprobs=2) == (2, None)
+    assert scores(ChatBody, logprobs=True) == (0, None)
+    assert scores(ChatBody, logprobs=False) == (None, None)
+    with pytest.raises(InvalidRequest, match="^top_logprobs: only allowed with logprobs true"):
+        scores(ChatBody, top_logprobs=2)
+
+
+def test_a_bias_for_each_token() -> None:
+    body = validate(CompletionBody, PROMPT | {"logit_bias": {"5": -100, "17": 0.5}, "best_of": 1})
+    assert body.logit_bias == {5: -100.0, 17: 0.5}
+
+
 def test_grpc_requests_become_the_same_body() -> None:
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=[1, 2]),
@@ -209,7 +265,20 @@ def test_grpc_requests_become_the_same_body() -> None:
         stop=["a"],
         stop_token_ids=[9],
         n=2,
-        speculative=pb.Speculative(stats=True, enabled=False),
+        speculative=pb.Speculative(stats=True, enabled=False, width=2, budget=16),
+        min_p=0.25,
+        presence_penalty=-1,
+        frequency_penalty=0.5,
+        repetition_penalty=2,
+        logit_bias={7: -1.5},
+        bad_words=["no"],
+        logprobs=0,
+        prompt_logprobs=2,
+        echo=True,
+        include_stop_str_in_output=True,
+        return_token_ids=True,
+        add_special_tokens=False,
+        skip_special_tokens=False,
     )
     assert decode(request) == validate(
         CompletionBody,
@@ -222,7 +291,20 @@ def test_grpc_requests_become_the_same_body() -> None:
             "stop": ["a"],
             "stop_token_ids": [9],
             "n": 2,
-            "speculative": {"stats": True, "enabled": False},
+            "speculative": {"stats": True, "enabled": False, "width": 2, "budget": 16},
+            "min_p": 0.25,
+            "presence_penalty": -1,
+            "frequency_penalty": 0.5,
+            "repetition_penalty": 2,
+            "logit_bias": {"7": -1.5},
+            "bad_words": ["no"],
+            "logprobs": 0,
+            "prompt_logprobs": 2,
+            "echo": True,
+            "include_stop_str_in_output": True,
+            "return_token_ids": True,
+            "add_special_tokens": False,
+            "skip_special_tokens": False,
         },
     )
     assert decode(pb.GenerateRequest(text="x")) == validate(CompletionBody, PROMPT)

@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from gateway.stream import Detokenizer, StopStrings, TextStream
+from gateway.stops import StopStrings
+from gateway.stream import Detokenizer, TextStream
 from gateway.tokenizer import Tokenizer
 
 TEXT = (

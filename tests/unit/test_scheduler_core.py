@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.board import Step
 from gateway.cell import Peer
-from slipstream.errors import ConfigError, PairError, PeerLost
+from gateway.request import GenerateParams
+from slipstream.errors import ConfigError, InvalidRequest, PairError, PeerLost
 from tests.unit.scheduler_harness import Harness
 from tests.unit.scheduler_target import CellSpec
 
@@ -314,3 +316,77 @@ def test_a_draining_target_keeps_its_requests_waiting() -> None:
     h.settle()
     h.check(second)
     h.check_idle()
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 12])
+@pytest.mark.parametrize("prompt", [1, 2, 15, 16, 17, 50])
+def test_prompt_log_probabilities_come_in_order_across_chunks(prompt: int, max_tokens: int) -> None:
+    h = Harness(pin_nodes=True, seed=prompt)
+    h.start()
+    numbers = [
+        h.submit(prompt, max_tokens, prompt_logprobs=0),
+        h.submit(prompt, max(max_tokens, 1)),
+        h.submit(prompt, max_tokens, prompt_logprobs=3),
+    ]
+    h.settle()
+    for number in numbers[::2]:
+        h.check(number)
+        ids = h.requests[number].params.prompt_ids
+        rows = [row for chunk in h.chunks[number] for row in chunk.prompt_logprobs]
+        assert [row.logprob for row in rows] == [-float(token) for token in ids[1:]]
+    assert not any(chunk.prompt_logprobs for chunk in h.chunks[numbers[1]])
+    h.check_idle()
+
+
+def test_prompt_log_probabilities_after_the_target_came_back() -> None:
+    h = Harness(CellSpec(max_prefill_rows=4), seed=2)
+    h.start()
+    number = h.submit(40, 6, prompt_logprobs=0)
+    while sum(len(chunk.prompt_logprobs) for chunk in h.chunks[number]) < 15:
+        h.move()
+    h.cell.kill(Peer.TARGET)
+    h.settle()
+    h.check(number)
+    ids = h.requests[number].params.prompt_ids
+    rows = [row for chunk in h.chunks[number] for row in chunk.prompt_logprobs]
+    assert [row.logprob for row in rows] == [-float(token) for token in ids[1:]]
+    assert h.core.counters.recoveries == 1
+
+
+@pytest.mark.parametrize(("width", "budget", "most"), [(None, 9, 9), (1, None, 8), (2, 12, 12)])
+def test_a_tree_of_its_own(width: int | None, budget: int | None, most: int) -> None:
+    h = Harness(pin_nodes=True)
+    planned: dict[int, int] = {}
+    launch = h.core.launch
+
+    def watch(step: Step, now: float) -> None:
+        for running, nodes in zip(step.entries, step.nodes_of, strict=True):
+            planned[running.request.id] = max(nodes, planned.get(running.request.id, 0))
+        launch(step, now)
+
+    h.core.launch = watch  # type: ignore[method-assign]
+    h.start()
+    own = h.submit(5, 60, width=width, budget=budget)
+    usual = h.submit(5, 60)
+    h.settle()
+    assert planned == {own: most, usual: 16}
+    for number in (own, usual):
+        h.check(number)
+    h.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"width": 9}, "speculative.width"),
+        ({"budget": 17}, "speculative.budget"),
+        ({"budget": 7}, "speculative.budget"),
+    ],
+)
+def test_a_tree_that_the_cell_does_not_build(asked: dict[str, int], param: str) -> None:
+    h = Harness()
+    h.start()
+    assert h.core.info is not None
+    with pytest.raises(InvalidRequest, match=f"^{param} must be at ") as bad:
+        GenerateParams((1, 2), **asked).validate(h.core.info)
+    assert bad.value.param == param

@@ -26,12 +26,13 @@ from slipstream.errors import (
 )
 from slipstream.settings import parse
 from slipstream.v1 import common_pb2, target_pb2
+from slipstream.wire import PROTOCOL
 
 
 class SilentCell:
     """A target that says it is ready and then never answers."""
 
-    def __init__(self, post: Post, protocol: int = 1) -> None:
+    def __init__(self, post: Post, protocol: int = PROTOCOL) -> None:
         self.post = post
         self.protocol = protocol
         self.life = 0
@@ -63,7 +64,7 @@ class SilentCell:
 class Rig:
     """A scheduler on a silent cell."""
 
-    def __init__(self, protocol: int = 1, **settings: Any) -> None:
+    def __init__(self, protocol: int = PROTOCOL, **settings: Any) -> None:
         self.chunks: dict[int, list[Chunk]] = {}
         self.fatal: list[BaseException] = []
         self.died = threading.Event()
@@ -128,7 +129,7 @@ def test_what_cannot_fit_alone_is_refused(rig: Rig) -> None:
     rig.scheduler.submit(params(max_tokens=44))
     with pytest.raises(ContextTooLong, match="need 13 KV pages of 4 tokens, the target has 12"):
         rig.scheduler.submit(params(max_tokens=46))
-    with pytest.raises(ContextTooLong, match="64 tokens"):
+    with pytest.raises(ContextTooLong, match="maximum context length is 64 tokens"):
         rig.scheduler.submit(params([1] * 64))
 
 
@@ -141,7 +142,7 @@ INFO = ModelInfo("m", 100, 64, (7,), "float32", 2, 99, 4)
         ("prompt_ids", (), "prompt"),
         ("prompt_ids", (1, 100), "prompt"),
         ("prompt_ids", (-1,), "prompt"),
-        ("max_tokens", 0, "max_tokens"),
+        ("max_tokens", -1, "max_tokens"),
         ("min_tokens", 17, "min_tokens"),
         ("stop_ids", frozenset({100}), "stop_token_ids"),
         ("temperature", -0.1, "temperature"),
@@ -191,7 +192,7 @@ def test_before_the_target_was_reached() -> None:
 def test_another_protocol_is_refused_at_start() -> None:
     made = Rig(protocol=9)
     made.scheduler.start()
-    with pytest.raises(ConfigError, match="protocol: the gateway speaks 1, the target 9"):
+    with pytest.raises(ConfigError, match="protocol: the gateway speaks 2, the target 9"):
         made.scheduler.wait_ready(5)
     assert not made.fatal
     made.scheduler.stop()
