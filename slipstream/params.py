@@ -40,6 +40,7 @@ class SamplingParams:
         logit_bias: added to the logits of these token ids.
         seed: 64-bit key of the noise.
         choice: index among the request's n; a word of the noise counter.
+        banned_ids: token ids that are never drawn.
     """
 
     temperature: float = 0.0
@@ -52,6 +53,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
     choice: int = 0
+    banned_ids: frozenset[int] = frozenset()
 
     @property
     def greedy(self) -> bool:
@@ -70,6 +72,11 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
+
+    @property
+    def biased(self) -> bool:
+        """Whether some logits are changed whatever the tokens so far."""
+        return bool(self.logit_bias) or bool(self.banned_ids)
 
     @property
     def min_p_depth(self) -> float:
@@ -103,6 +110,12 @@ class SamplingParams:
         )
         yield "seed", 0 <= self.seed < 1 << 64, "an unsigned 64-bit number"
         yield "choice", 0 <= self.choice < 1 << 32, "an unsigned 32-bit number"
+        banned = self.banned_ids
+        yield (
+            "banned_ids",
+            all(0 <= token < vocab_size for token in banned) and len(banned) < vocab_size,
+            f"ids in [0, {vocab_size}), and not all of them",
+        )
 
     def to_proto(self) -> pb.Sampling:
         return pb.Sampling(
@@ -116,6 +129,7 @@ class SamplingParams:
             logit_bias=dict(self.logit_bias),
             seed=self.seed,
             choice=self.choice,
+            banned_ids=sorted(self.banned_ids),
         )
 
     @classmethod
@@ -132,6 +146,7 @@ class SamplingParams:
             logit_bias=dict(message.logit_bias),
             seed=message.seed,
             choice=message.choice,
+            banned_ids=frozenset(message.banned_ids),
         )
 
 
@@ -169,6 +184,8 @@ class RowSampling:
         path: tokens of the node's path below the anchor, its own included.
         banned: ids that may not be drawn while position < banned_until (stop ids below min_tokens:
             banned_until = prompt length + min_tokens).
+        allowed: bitmap of the ids that the request's grammar allows here, bit v % 8 of byte v // 8;
+            None without a grammar.
     """
 
     params: SamplingParams
@@ -177,6 +194,7 @@ class RowSampling:
     path: tuple[int, ...] = ()
     banned: Collection[int] = ()
     banned_until: int = 0
+    allowed: bytes | None = None
 
 
 def tree_rows(

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from slipstream.noise import (
@@ -280,11 +281,11 @@ def _ids(tokens: Iterable[int]) -> I64:
 
 
 def _edit(logits: F32, row: RowSampling, tables: _Tables) -> F32:
-    """`logits` (V,) with bias, penalties and bans; the same array when there are none."""
+    """`logits` (V,) with bias, penalties, bans and grammar; the same array without any."""
     params = row.params
-    banned = row.banned if row.position < row.banned_until else ()
+    banned = [*(row.banned if row.position < row.banned_until else ()), *params.banned_ids]
     penalised = params.penalised and (row.history is not None or len(row.path) > 0)
-    if not (params.logit_bias or penalised or banned):
+    if not (params.logit_bias or penalised or banned or row.allowed is not None):
         return logits
     edited = logits.copy()
     if params.logit_bias:
@@ -294,7 +295,18 @@ def _edit(logits: F32, row: RowSampling, tables: _Tables) -> F32:
         _penalise(edited, row, tables)
     if banned:
         edited[_ids(banned)] = -math.inf
+    if row.allowed is not None:
+        edited[~allowed_ids(row.allowed, len(edited))] = -math.inf
     return edited
+
+
+def allowed_ids(bitmap: bytes, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """Whether each id is in a bitmap; ids that it has no bit for are not."""
+    bits = np.frombuffer(bitmap, np.uint8)
+    found = np.zeros(vocab_size, np.bool_)
+    known = np.unpackbits(bits, count=min(vocab_size, 8 * len(bits)), bitorder="little")
+    found[: len(known)] = known
+    return found
 
 
 def _penalise(edited: F32, row: RowSampling, tables: _Tables) -> None:

@@ -1,9 +1,9 @@
 """Drawing tokens: the whole pipeline, plainly, and log-probabilities.
 
-The order is: bias, penalties and bans; temperature; min-p; top-k; top-p; then the token with the
-largest sum of logit / T and its Gumbel value (see `slipstream.noise`). Everything is fp32, except
-that probability masses are summed in fp64. Of equal values the lower id comes first, in every
-filter and in the argmax.
+The order is: bias, penalties and bans; the grammar; temperature; min-p; top-k; top-p; then the
+token with the largest sum of logit / T and its Gumbel value (see `slipstream.noise`). Everything is
+fp32, except that probability masses are summed in fp64. Of equal values the lower id comes first,
+in every filter and in the argmax.
 
 `draw` is the reference for one row; `draw_rows` gives the same tokens for many rows, faster.
 """
@@ -22,6 +22,7 @@ from slipstream.noise import gumbel
 from slipstream.params import History, RowSampling, SamplingParams, fp32, tree_rows
 
 __all__ = [
+    "NOTHING",
     "History",
     "RowSampling",
     "SamplingParams",
@@ -33,8 +34,12 @@ __all__ = [
 ]
 
 
+NOTHING = -1
+"""Drawn where a grammar and the bans leave no token."""
+
+
 def apply_edits(logits: Tensor, row: RowSampling) -> Tensor:
-    """A copy of `logits` (V,) fp32 with bias, penalties and bans applied."""
+    """A copy of `logits` (V,) fp32 with bias, penalties, bans and grammar applied."""
     params, history = row.params, row.history or History()
     logits = logits.clone()
 
@@ -54,17 +59,24 @@ def apply_edits(logits: Tensor, row: RowSampling) -> Tensor:
         logits[token] -= number(params.presence_penalty)
     if row.position < row.banned_until:
         logits[list(row.banned)] = -math.inf
+    logits[list(params.banned_ids)] = -math.inf
+    if row.allowed is not None:
+        allowed = torch.from_numpy(races.allowed_ids(row.allowed, len(logits)))
+        logits[~allowed.to(logits.device)] = -math.inf
     return logits
 
 
 def draw(logits: Tensor, row: RowSampling) -> int:
     """The token of one row: the reference.
 
-    `logits` is (V,) fp32, raw. NaN counts as -inf; a row without any finite logit gives id 0.
+    `logits` is (V,) fp32, raw. NaN counts as -inf; a row without any finite logit gives id 0, with
+    a grammar NOTHING.
     """
     params = row.params
     edited = apply_edits(logits, row)
     edited = torch.where(edited.isnan(), -math.inf, edited)
+    if row.allowed is not None and edited.max() == -math.inf:
+        return NOTHING
     if params.greedy:
         return int(edited.argmax())
     scaled = edited / torch.tensor(params.temperature, dtype=torch.float32, device=edited.device)

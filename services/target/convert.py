@@ -21,9 +21,10 @@ from services.target.commands import (
     StepDone,
     StepKind,
 )
-from services.target.runner import CostPoint, Finish, SlotAdmit, TargetSpec
+from services.target.runner import CostPoint, Finish, Logprob, SlotAdmit, TargetSpec
 from slipstream import wire
 from slipstream.errors import ProtocolError
+from slipstream.grammar import Grammar
 from slipstream.params import SamplingParams
 from slipstream.v1 import common_pb2, target_pb2
 
@@ -83,6 +84,8 @@ def _admit(message: target_pb2.TargetAdmit) -> SlotAdmit:
         sampling=SamplingParams.from_proto(message.sampling),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         publish=message.publish,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        grammar=Grammar.from_proto(message.grammar) if message.HasField("grammar") else None,
     )
 
 
@@ -144,16 +147,18 @@ def _entry(entry: EntryDone) -> target_pb2.StepEntry:
         outcome=_OUTCOMES[entry.outcome],
         tokens=result.tokens,
         finish=_FINISHES[result.finish],
-        logprobs=[
-            target_pb2.TokenLogprobs(
-                logprob=row.logprob,
-                top_ids=[token for token, _ in row.top],
-                top_logprobs=[value for _, value in row.top],
-            )
-            for row in result.logprobs
-        ],
+        logprobs=[_logprobs(row) for row in result.logprobs],
         nodes=result.nodes,
         accepted=result.accepted,
+        prompt_logprobs=[_logprobs(row) for row in result.prompt_logprobs],
+    )
+
+
+def _logprobs(row: Logprob) -> target_pb2.TokenLogprobs:
+    return target_pb2.TokenLogprobs(
+        logprob=row.logprob,
+        top_ids=[token for token, _ in row.top],
+        top_logprobs=[value for _, value in row.top],
     )
 
 
@@ -175,6 +180,7 @@ def _ready(event: Ready, spec: TargetSpec) -> target_pb2.TargetReady:
         eos_ids=spec.eos_ids,
         decode_costs=[_cost(point) for point in spec.decode_costs],
         dtype=spec.dtype,
+        grammars=spec.grammars,
     )
 
 

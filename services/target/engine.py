@@ -30,7 +30,7 @@ from services.target.runner import TargetRunner, TargetSpec
 from services.target.session import Connector, Sessions
 from services.target.slots import Refused, Slot, SlotTable
 from services.target.steps import Steps
-from slipstream.errors import SlipstreamError
+from slipstream.errors import InvalidRequest, SlipstreamError
 from slipstream.handoff.base import PeerSpec, TargetEnd
 from slipstream.v1 import common_pb2 as pb
 
@@ -227,7 +227,11 @@ class Engine:
         if self._drained is not None:
             raise Refused(pb.REJECT_CODE_DRAINING, "the target drains")
         self._slots.admit(item.slot, item.epoch, item.request)
-        self._runner.admit(item.slot, item.request)
+        try:
+            self._runner.admit(item.slot, item.request)
+        except InvalidRequest as error:
+            self._slots.release(self._slots.find(item.slot, item.epoch))
+            raise Refused(pb.REJECT_CODE_BAD_VALUE, str(error)) from error
 
     def _release(self, slot: Slot) -> None:
         self._runner.release(slot.number)

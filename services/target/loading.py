@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from services.target.grammar import Vocabulary
 from services.target.kv_cache import KVCache
 from services.target.model_runner import ModelRunner
 from services.target.runner import TargetRunner, TargetSpec
@@ -153,8 +154,10 @@ def _load(settings: TargetSettings, choices: _Choices) -> ModelRunner | DeviceRu
     model = CausalLM.load(
         folder, place.dtype, place.device, max_len=max_len, open_tensors=open_tensors
     )
+    vocabulary = Vocabulary.load(folder, config.vocab_size, config.eos_ids)
     spec = _spec(settings, choices, config, head, max_len)
-    runner = _runner(settings, choices, model, head, spec)
+    spec = replace(spec, grammars=vocabulary is not None)
+    runner = _runner(settings, choices, model, head, spec, vocabulary)
     if settings.warmup:
         runner.spec = replace(spec, decode_costs=measure(runner))
     return runner
@@ -182,7 +185,12 @@ def _spec(
 
 
 def _runner(
-    settings: TargetSettings, choices: _Choices, model: CausalLM, head: _Head, spec: TargetSpec
+    settings: TargetSettings,
+    choices: _Choices,
+    model: CausalLM,
+    head: _Head,
+    spec: TargetSpec,
+    vocabulary: Vocabulary | None,
 ) -> ModelRunner | DeviceRunner:
     config, place = model.config, choices.place
     cache = KVCache(
@@ -197,7 +205,7 @@ def _runner(
         device=place.device,
     )
     if not place.on_gpu:
-        return ModelRunner(model, head.projector, head.taps, spec, cache)
+        return ModelRunner(model, head.projector, head.taps, spec, cache, vocabulary)
     from services.target.device_loading import device_runner  # triton is imported with it
 
     return device_runner(

@@ -7,21 +7,23 @@ slot holds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from services.target.grammar import Vocabulary, admitted
 from services.target.kv_cache import KVCache, flat_slots
 from services.target.runner import (
     DecodeEntry,
     EntryResult,
     FeatureSpan,
+    Finish,
     PrefillEntry,
     SlotAdmit,
     TargetSpec,
 )
-from services.target.sampler import Sampler, Verify, Walked, logprobs, verify
+from services.target.sampler import Sampler, Verify, Walked, logprobs, prompt_logprobs, verify
 from slipstream.layers.attention import paged_attention, write_kv
 from slipstream.layers.rows import RowBatch
 from slipstream.models import CausalLM, ContextProjector
@@ -33,13 +35,22 @@ LOGIT_ROWS = 1024
 
 @dataclass(slots=True)
 class _Slot:
-    """What the runner keeps of a request; `ids` are the tokens known at admission."""
+    """What the runner keeps of a request; `ids` are the tokens known at admission.
+
+    The tokens before `scored` are wanted with their `prompt_logprobs` best.
+    """
 
     ids: Sequence[int]
     sampler: Sampler
+    scored: int = 0
+    prompt_logprobs: int = 0
     pages: Sequence[int] = ()
     kv_rows: int = 0
     feature_rows: int = 0
+
+    @property
+    def only_scored(self) -> bool:
+        return self.sampler.limit == len(self.ids)
 
 
 class ModelRunner:
@@ -52,17 +63,28 @@ class ModelRunner:
         taps: Sequence[int],
         spec: TargetSpec,
         cache: KVCache,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
-        """`taps` are the layers whose outputs the projector takes; `cache` fits `spec`."""
+        """`taps` are the layers whose outputs the projector takes; `cache` fits `spec`.
+
+        `vocabulary` is there where `spec` says grammars.
+        """
         self.spec = spec
         self._model = model
         self._projector = projector
         self._taps = tuple(taps) if projector is not None else ()
         self._cache = cache
+        self._vocabulary = vocabulary
         self._slots: dict[int, _Slot] = {}
 
     def admit(self, slot: int, admit: SlotAdmit) -> None:
-        self._slots[slot] = _Slot([*admit.prompt_ids, *admit.output_ids], Sampler.of(admit))
+        sampler = Sampler.of(admit, admitted(self._vocabulary, admit))
+        self._slots[slot] = _Slot(
+            [*admit.prompt_ids, *admit.output_ids],
+            sampler,
+            scored=0 if admit.prompt_logprobs is None else len(admit.prompt_ids),
+            prompt_logprobs=admit.prompt_logprobs or 0,
+        )
 
     def release(self, slot: int) -> None:
         del self._slots[slot]
@@ -93,13 +115,17 @@ class ModelRunner:
             [self._used(e.pages, e.first + e.count) for e in entries],
         )
         hidden, taps = self._forward(ids, batch)
-        lasts = [i for i, entry in enumerate(entries) if entry.last]
-        results = [EntryResult()] * len(entries)
+        results = [
+            self._score(entry, hidden[first : first + entry.count])
+            for entry, first in zip(entries, batch.offsets, strict=False)
+        ]
+        lasts = [i for i, e in enumerate(entries) if e.last and not self._slots[e.slot].only_scored]
         if lasts:
             rows = torch.tensor([batch.offsets[i + 1] - 1 for i in lasts])
             requests = [self._first_token(entries[i], row) for row, i in enumerate(lasts)]
             for index, result, _ in self._draw(hidden[rows], requests):
-                results[lasts[index]] = result
+                scores = results[lasts[index]].prompt_logprobs
+                results[lasts[index]] = replace(result, prompt_logprobs=scores)
         self._commit_prefill(entries, taps)
         for index in lasts:
             self._slots[entries[index].slot].sampler.commit(results[index].tokens)
@@ -153,6 +179,18 @@ class ModelRunner:
 
         out = self._model.forward(torch.tensor(ids), batch.positions, attend, self._taps)
         return out.hidden, out.taps
+
+    def _score(self, entry: PrefillEntry, hidden: Tensor) -> EntryResult:
+        """What a chunk says of the prompt, given its hidden rows; the end of a scored request."""
+        slot = self._slots[entry.slot]
+        tokens = slot.ids[entry.first + 1 : min(entry.first + entry.count + 1, slot.scored)]
+        scores = prompt_logprobs(
+            lambda first, last: self._model.logits(hidden[first:last]),
+            tokens,
+            slot.prompt_logprobs,
+        )
+        over = entry.last and slot.only_scored
+        return EntryResult(finish=Finish.LIMIT if over else Finish.NONE, prompt_logprobs=scores)
 
     def _first_token(self, entry: PrefillEntry, row: int) -> Verify:
         """The draw after the last row of a prompt: a tree that is only its root."""
@@ -213,10 +251,9 @@ class ModelRunner:
             rows += [request.first + node for node in path]
             places += flat_slots(entry.pages, range(start, start + count), size)
         self._cache.move(source, target)
-        if taps is not None:
-            self._write_features(
-                taps if len(rows) == len(taps) else taps[torch.tensor(rows)], places
-            )
+        if taps is not None and rows:
+            kept = taps if len(rows) == len(taps) else taps[torch.tensor(rows)]
+            self._write_features(kept, places)
         for entry, walked in zip(entries, walks, strict=True):
             slot = self._slots[entry.slot]
             slot.sampler.commit(walked.tokens)

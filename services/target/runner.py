@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from slipstream.grammar import Grammar
 from slipstream.params import SamplingParams
 from slipstream.tree import Tree, repair
 
@@ -38,7 +39,8 @@ class CostPoint:
 class TargetSpec:
     """What TargetReady says of a target.
 
-    `feature_width` 0: no draft head was given, nothing can be published.
+    `feature_width` 0: no draft head was given, nothing can be published. `grammars`: requests with
+    a grammar are served.
     """
 
     model: str
@@ -55,6 +57,7 @@ class TargetSpec:
     eos_ids: tuple[int, ...] = ()
     decode_costs: tuple[CostPoint, ...] = ()
     dtype: str = "float32"
+    grammars: bool = False
 
     @property
     def max_positions(self) -> int:
@@ -66,7 +69,8 @@ class TargetSpec:
 class SlotAdmit:
     """A request that takes a slot; `limit` is its number of committed tokens at the end.
 
-    `logprobs`: None for none, k for the drawn token's own and the k best.
+    `logprobs`: None for none, k for the drawn token's own and the k best; `prompt_logprobs`
+    likewise of the prompt's tokens. `grammar`: what the answer may be, None for anything.
     """
 
     prompt_ids: Sequence[int]
@@ -77,6 +81,13 @@ class SlotAdmit:
     sampling: SamplingParams
     logprobs: int | None
     publish: bool
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
+
+    @property
+    def only_scored(self) -> bool:
+        """Whether no token is drawn: the request ends with its prefill."""
+        return self.limit == self.known_len
 
     @property
     def known_len(self) -> int:
@@ -127,7 +138,7 @@ class DecodeEntry:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log-softmax of raw logits at one emitted token: its own, and the best (id, value) pairs."""
+    """Log-softmax of raw logits at one token: its own, and the best (id, value) pairs."""
 
     logprob: float
     top: Sequence[tuple[int, float]] = ()
@@ -138,7 +149,8 @@ class EntryResult:
     """What one entry committed.
 
     `accepted` counts draft nodes on the walked path before any cut at a stop id or the limit;
-    `nodes` the rows verified (0 for prefill).
+    `nodes` the rows verified (0 for prefill). `prompt_logprobs`: of the prompt's tokens after each
+    row of a chunk, as far as there are such. With `finish` ERROR nothing was committed.
     """
 
     tokens: Sequence[int] = ()
@@ -146,6 +158,7 @@ class EntryResult:
     logprobs: Sequence[Logprob] = ()
     nodes: int = 0
     accepted: int = 0
+    prompt_logprobs: Sequence[Logprob] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +174,8 @@ class TargetRunner(Protocol):
     """Computes steps. Called by one thread; results are on the host when a call returns.
 
     Entries are valid: the engine has checked slots, lengths and pages. A prefill entry with `last`
-    draws the token at position `first + count`; a decode entry draws, walks, cuts and commits KV,
+    draws the token at position `first + count`, unless the request is `only_scored`: it then ends
+    there with LIMIT. A decode entry draws, walks, cuts and commits KV,
     features and sampling state, so that the slot's rows are `start + len(tokens)` afterwards.
     """
 
@@ -169,7 +183,11 @@ class TargetRunner(Protocol):
     def spec(self) -> TargetSpec: ...
 
     def admit(self, slot: int, admit: SlotAdmit) -> None:
-        """Takes the slot; the engine has checked every field."""
+        """Takes the slot; the engine has checked every field but the grammar.
+
+        Raises InvalidRequest, taking nothing, when the grammar cannot be compiled or the output so
+        far does not follow it.
+        """
         ...
 
     def release(self, slot: int) -> None:

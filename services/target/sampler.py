@@ -7,14 +7,16 @@ requests of the step together, so that no token is drawn at a node that the walk
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from services.target.grammar import Matcher
 from services.target.runner import Finish, Logprob, SlotAdmit
 from slipstream.sampling import (
+    NOTHING,
     History,
     RowSampling,
     SamplingParams,
@@ -24,10 +26,16 @@ from slipstream.sampling import (
 )
 from slipstream.tree import Tree, cut, walk
 
+SCORED_ROWS = 128
+"""Prompt tokens scored at once: fp64 log-probabilities of the whole vocabulary for each."""
+
 
 @dataclass(slots=True)
 class Sampler:
-    """How one request's tokens are drawn; `history` is kept only where penalties read it."""
+    """How one request's tokens are drawn; `history` is kept only where penalties read it.
+
+    `matcher` stands behind the committed tokens; None without a grammar.
+    """
 
     params: SamplingParams
     stop_ids: frozenset[int]
@@ -35,10 +43,11 @@ class Sampler:
     limit: int
     logprobs: int | None
     history: History | None
+    matcher: Matcher | None = None
 
     @classmethod
-    def of(cls, admit: SlotAdmit) -> Sampler:
-        """The sampling state of a request at its admission."""
+    def of(cls, admit: SlotAdmit, matcher: Matcher | None = None) -> Sampler:
+        """The sampling state of a request at its admission; `matcher` has its output so far."""
         params = admit.sampling
         return cls(
             params,
@@ -47,6 +56,7 @@ class Sampler:
             admit.limit,
             admit.logprobs,
             History(admit.prompt_ids, admit.output_ids) if params.penalised else None,
+            matcher,
         )
 
     def plain(self, position: int) -> bool:
@@ -55,18 +65,25 @@ class Sampler:
         return (
             params.greedy
             and not params.penalised
-            and not params.logit_bias
+            and not params.biased
+            and self.matcher is None
             and position >= self.min_until
         )
 
-    def row(self, position: int, path: tuple[int, ...]) -> RowSampling:
+    def row(
+        self, position: int, path: tuple[int, ...], allowed: bytes | None = None
+    ) -> RowSampling:
         """The draw that decides `position` at the end of `path`, the tokens below the anchor."""
-        return RowSampling(self.params, position, self.history, path, self.stop_ids, self.min_until)
+        return RowSampling(
+            self.params, position, self.history, path, self.stop_ids, self.min_until, allowed
+        )
 
     def commit(self, tokens: Sequence[int]) -> None:
         """`tokens` are committed."""
         if self.history is not None:
             self.history.append(tokens)
+        if self.matcher is not None:
+            self.matcher.advance(tokens)
 
 
 @dataclass(slots=True)
@@ -83,10 +100,12 @@ class Verify:
     _path: list[int] = field(default_factory=lambda: [0])
     _drawn: list[int] = field(default_factory=list)
     _children: dict[tuple[int, int], int] = field(default_factory=dict)
+    _matcher: Matcher | None = None  # stands where the walk stands
 
     def begin(self) -> None:
         """Prepares a walk that draws as it goes."""
         self._drawn = [0] * len(self.tree)
+        self._matcher = self.sampler.matcher.fork() if self.sampler.matcher else None
         for node in range(len(self.tree) - 1, 0, -1):  # of equal siblings the first stays
             self._children[(self.tree.parents[node], self.tree.tokens[node])] = node
 
@@ -94,16 +113,27 @@ class Verify:
         """The row of the logits at which the walk stands, and how its token is drawn."""
         node = self._path[-1]
         path = tuple(self.tree.tokens[n] for n in self._path[1:])
-        return self.first + node, self.sampler.row(self.start + len(self._path), path)
+        allowed = self._matcher.allowed().tobytes() if self._matcher is not None else None
+        return self.first + node, self.sampler.row(self.start + len(self._path), path, allowed)
 
     def follow(self, token: int) -> bool:
-        """Takes the token drawn where the walk stands; False when the walk ends there."""
+        """Takes the token drawn where the walk stands; False when the walk ends there.
+
+        A node at which nothing may be drawn is not walked to: its token is committed as the bonus
+        of the node before it, and the request fails in the step that begins there.
+        """
+        if token == NOTHING:
+            self._path.pop()
+            return False
         node = self._path[-1]
         self._drawn[node] = token
         child = self._children.get((node, token))
-        if child is not None:
-            self._path.append(child)
-        return child is not None
+        if child is None:
+            return False
+        self._path.append(child)
+        if self._matcher is not None:
+            self._matcher.advance((token,))
+        return True
 
     def take(self, drawn: list[int]) -> None:
         """Takes the tokens drawn at every node."""
@@ -112,6 +142,8 @@ class Verify:
 
     def finish(self) -> Walked:
         """What the request commits."""
+        if not self._path:
+            return Walked([], [], Finish.ERROR, 0)
         committed = self.start + 1
         sampler = self.sampler
         done = cut(
@@ -175,3 +207,18 @@ def logprobs(logits: Tensor, request: Verify, walked: Walked) -> list[Logprob]:
         return []
     rows = _pick(logits, [request.first + node for node in walked.path])
     return [Logprob(own, top) for own, top in logprobs_of(rows, walked.tokens, wanted)]
+
+
+def prompt_logprobs(
+    logits: Callable[[int, int], Tensor], tokens: Sequence[int], top: int
+) -> list[Logprob]:
+    """Of prompt tokens, each scored by the row before it; `tokens[i]` by row i of a chunk.
+
+    `logits` gives those of the rows from the first number up to the second, (rows, V) fp32.
+    """
+    found: list[Logprob] = []
+    for first in range(0, len(tokens), SCORED_ROWS):
+        part = tokens[first : first + SCORED_ROWS]
+        rows = logprobs_of(logits(first, first + len(part)), part, top)
+        found += [Logprob(own, best) for own, best in rows]
+    return found

@@ -148,7 +148,9 @@ def check_request(request: SlotAdmit, spec: TargetSpec) -> None:
     """Raises Refused naming the field that cannot be served."""
     if not request.prompt_ids:
         raise Refused(pb.REJECT_CODE_LENGTH, "prompt_ids: empty")
-    if not request.known_len < request.limit <= spec.max_model_len:
+    scored = request.prompt_logprobs is not None and not request.output_ids
+    least = request.known_len + (0 if scored else 1)
+    if not least <= request.limit <= spec.max_model_len:
         raise Refused(
             pb.REJECT_CODE_LENGTH,
             f"limit: {request.limit} is not above the {request.known_len} tokens given and at most "
@@ -163,11 +165,12 @@ def check_request(request: SlotAdmit, spec: TargetSpec) -> None:
             raise Refused(
                 pb.REJECT_CODE_BAD_VALUE, f"{name}: {max(ids)} is not in [0, {spec.vocab_size})"
             )
-    if request.logprobs is not None and request.logprobs > MAX_LOGPROBS:
-        raise Refused(
-            pb.REJECT_CODE_BAD_VALUE,
-            f"logprobs: {request.logprobs} is more than {MAX_LOGPROBS}",
-        )
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(request, name)
+        if wanted is not None and wanted > MAX_LOGPROBS:
+            raise Refused(pb.REJECT_CODE_BAD_VALUE, f"{name}: {wanted} is more than {MAX_LOGPROBS}")
+    if request.grammar is not None and not spec.grammars:
+        raise Refused(pb.REJECT_CODE_BAD_VALUE, "grammar: this target matches none")
     try:
         request.sampling.validate(spec.vocab_size)
     except InvalidRequest as error:

@@ -284,7 +284,7 @@ def _commit(plan: Plan, job: _Job, result: EntryResult) -> None:
     slot, entry = job.slot, job.entry
     if plan.kind is StepKind.PREFILL:
         slot.start += entry.count
-        slot.live = entry.last
+        slot.live = entry.last and len(result.tokens) > 0
     else:
         slot.start += len(result.tokens)
     if result.tokens:

@@ -12,7 +12,7 @@ import argparse
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.target.runner import (
     CostPoint,
@@ -97,10 +97,12 @@ class FakeTargetRunner:
         feature_width: int = FEATURE_WIDTH,
         eos_ids: tuple[int, ...] = (),
         paranoid: bool = True,
+        grammars: bool = False,
     ) -> None:
         """`step_ms` is a decode step's time, `row_us` what each of its rows adds, `prefill_ms` a
         prefill step's (default: `step_ms`); `feature_width` pads the rows with zeros; `paranoid`
-        reads a slot's whole prefix back in every step."""
+        reads a slot's whole prefix back in every step; `grammars` takes grammars and ignores them.
+        """
         costs = [
             CostPoint(n, n * rows, int(1e6 * step_ms + 1e3 * row_us * n * rows))
             for n in (1, 2, 4, 8, 16, 32, 64)
@@ -121,6 +123,7 @@ class FakeTargetRunner:
             fingerprints=dict(FINGERPRINTS) if feature_width else {},
             eos_ids=eos_ids,
             decode_costs=tuple(costs),
+            grammars=grammars,
         )
         self._step_s = step_ms / 1e3
         self._row_s = row_us / 1e6
@@ -152,8 +155,11 @@ class FakeTargetRunner:
                 self._write(slot, position, slot.tokens[position])
             slot.rows = end
             self._verify(slot)
-            if not entry.last:
-                results.append(EntryResult())
+            scores = self._scores(slot, entry.first, end)
+            over = entry.last and slot.admit.only_scored
+            if not entry.last or over:
+                finish = Finish.LIMIT if over else Finish.NONE
+                results.append(EntryResult(finish=finish, prompt_logprobs=scores))
                 continue
             assert end == len(slot.tokens), f"slot {entry.slot}: last chunk ends at {end}"
             token = self._draw(slot, slot.tokens[-1], end)
@@ -162,7 +168,8 @@ class FakeTargetRunner:
                 stop_ids=slot.admit.stop_ids, room=slot.admit.limit - end, min_left=0,
             )  # fmt: skip
             slot.tokens += done.tokens
-            results.append(self._result(slot, done.tokens, Finish(done.finish)))
+            result = self._result(slot, done.tokens, Finish(done.finish))
+            results.append(replace(result, prompt_logprobs=scores))
         self._end(began, self._prefill_s)
         return results
 
@@ -204,15 +211,15 @@ class FakeTargetRunner:
     def _result(
         self, slot: _Slot, tokens: list[int], finish: Finish, nodes: int = 0, accepted: int = 0
     ) -> EntryResult:
-        wanted = slot.admit.logprobs
-        logprobs = [] if wanted is None else [
-            Logprob(-float(t), [(t, -float(t))] * min(wanted, 1)) for t in tokens
-        ]  # fmt: skip
+        logprobs = _logprobs(tokens, slot.admit.logprobs)
         return EntryResult(tokens, finish, logprobs, nodes, accepted)
+
+    def _scores(self, slot: _Slot, first: int, end: int) -> list[Logprob]:
+        return _logprobs(slot.admit.prompt_ids[first + 1 : end + 1], slot.admit.prompt_logprobs)
 
     def _draw(self, slot: _Slot, previous: int, position: int) -> int:
         early = position - len(slot.admit.prompt_ids) < slot.admit.min_tokens
-        banned = slot.admit.stop_ids if early else ()
+        banned = slot.admit.sampling.banned_ids | (slot.admit.stop_ids if early else frozenset())
         return drawn_token(previous, position, self.spec.vocab_size, banned)
 
     def features(self, spans: Sequence[FeatureSpan]) -> bytes:
@@ -256,6 +263,13 @@ class FakeTargetRunner:
         if self._paranoid:
             held = [self._read(slot, i) for i in range(slot.rows)]
             assert held == slot.tokens[: slot.rows], "a page was written by somebody else"
+
+
+def _logprobs(tokens: Sequence[int], wanted: int | None) -> list[Logprob]:
+    """The log-probability of a token is minus its id; the best one is itself."""
+    if wanted is None:
+        return []
+    return [Logprob(-float(t), [(t, -float(t))] * min(wanted, 1)) for t in tokens]
 
 
 @asynccontextmanager

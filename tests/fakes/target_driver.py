@@ -25,6 +25,7 @@ from services.target.commands import (
 from services.target.engine import Engine
 from services.target.runner import SlotAdmit, TargetRunner
 from slipstream.errors import SlipstreamError
+from slipstream.grammar import Grammar
 from slipstream.handoff.base import ContextMessage, PeerSpec, Proposal, TargetEnd
 from slipstream.params import SamplingParams
 
@@ -141,10 +142,12 @@ class Driver(Generic[R]):
         sampling: SamplingParams | None = None,
         logprobs: int | None = None,
         publish: bool = True,
+        prompt_logprobs: int | None = None,
+        grammar: Grammar | None = None,
     ) -> int:
         request = SlotAdmit(
             prompt, output, limit, min_tokens, frozenset(stop),
-            sampling or SamplingParams(), logprobs, publish,
+            sampling or SamplingParams(), logprobs, publish, prompt_logprobs, grammar,
         )  # fmt: skip
         return self.send(lambda n: Admit(n, slot, epoch, request))
 

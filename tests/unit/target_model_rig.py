@@ -43,6 +43,7 @@ class Request:
     epoch: int = 0
     got: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
+    prompt_logprobs: list[Logprob] = field(default_factory=list)
     finish: Finish = Finish.NONE
     accepted: int = 0
     verified: int = 0
@@ -183,6 +184,7 @@ def start(
         count = min(chunk, len(prompt) - first)
         last = first + count == len(prompt)
         done = driver.prefill(slot, first, count, last, epoch=epoch, session=session)
+        request.prompt_logprobs += done.entries[0].result.prompt_logprobs
         first += count
     take(request, done.entries[0])
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.errors import InvalidRequest
 from slipstream.noise import gumbel
 from slipstream.sampling import (
+    NOTHING,
     History,
     RowSampling,
     SamplingParams,
@@ -217,6 +218,26 @@ def test_min_tokens_ban_ends_with_its_position() -> None:
     assert draw_rows(logits, rows) == [1, 1, 0]
 
 
+def test_banned_ids_are_never_drawn() -> None:
+    logits = torch.tensor([0.0, 9.0, 5.0, 4.0])
+    for params in (SamplingParams(), hot(), hot(top_k=2), hot(top_p=0.5)):
+        banned = dataclasses.replace(params, banned_ids=frozenset({1, 3}), logit_bias={1: 50.0})
+        assert drawn_set(logits, banned) <= {0, 2}
+        path = RowSampling(banned, 5, History([1], [3]), (1, 2))
+        assert apply_edits(logits, path).tolist() == [0.0, -math.inf, 5.0, -math.inf]
+
+
+def test_a_grammar_leaves_its_tokens_or_nothing() -> None:
+    logits = torch.tensor([0.0, 9.0, 5.0, 4.0, 1.0, 1.0, 1.0, 1.0, 99.0])
+    for params in (SamplingParams(), hot(), hot(top_k=2), hot(min_p=0.1)):
+        some = RowSampling(params, 5, allowed=bytes([0b1001]))  # ids beyond its bits are not
+        assert draw_rows(logits[None], [some])[0] in (0, 3)
+        empty = dataclasses.replace(some, allowed=bytes(4))
+        banned = dataclasses.replace(some, banned={0, 3}, banned_until=6)
+        assert draw_rows(logits.expand(2, -1), [empty, banned]) == [NOTHING, NOTHING]
+        assert draw(logits, empty) == draw(logits, banned) == NOTHING
+
+
 # -- log-probabilities -----------------------------------------------------------------------------
 
 
@@ -266,6 +287,9 @@ def test_logprobs_want_one_token_per_row() -> None:
         ("seed", -1),
         ("seed", 1 << 64),
         ("choice", 1 << 32),
+        ("banned_ids", frozenset({100})),
+        ("banned_ids", frozenset({-1})),
+        ("banned_ids", frozenset(range(100))),
     ],
 )
 def test_validate_names_the_field(field: str, value: object) -> None:
@@ -277,6 +301,7 @@ def test_validate_names_the_field(field: str, value: object) -> None:
 
 def test_wire_form() -> None:
     params = SamplingParams(0.5, 0.75, 40, 0.25, 1.0, -0.5, 1.25, {7: 2.0}, (1 << 64) - 1, 3)
+    params = dataclasses.replace(params, banned_ids=frozenset({5, 9}))
     params.validate(100)
     assert SamplingParams.from_proto(params.to_proto()) == params
     assert SamplingParams.from_proto(pb.Sampling()) == SamplingParams()

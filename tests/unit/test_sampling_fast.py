@@ -39,6 +39,7 @@ def random_row(generator: np.random.Generator, vocab: int) -> RowSampling:
         logit_bias={3: 2.5, 1: -50.0} if generator.random() < 0.2 else {},
         seed=int(generator.integers(0, 1 << 64, dtype=np.uint64)),
         choice=int(generator.integers(0, 3)),
+        banned_ids=frozenset({0, 6}) if generator.random() < 0.2 else frozenset(),
     )
     tokens = generator.integers(0, vocab, 12).tolist()
     return RowSampling(
@@ -48,7 +49,15 @@ def random_row(generator: np.random.Generator, vocab: int) -> RowSampling:
         tuple(tokens[7 : 7 + int(generator.integers(0, 5))]),
         banned=(2, 4),
         banned_until=int(generator.choice([0, 9999])),
+        allowed=some_bits(generator, vocab) if generator.random() < 0.3 else None,
     )
+
+
+def some_bits(generator: np.random.Generator, vocab: int) -> bytes:
+    """A grammar's bitmap with few or many tokens, or none."""
+    chance = generator.choice([0.0, 2 / vocab, 0.5, 1.0])
+    bits = generator.random(-(-vocab // 32) * 32) < chance
+    return np.packbits(bits, bitorder="little").tobytes()
 
 
 @pytest.mark.parametrize("tied", [False, True])
