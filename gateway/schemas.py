@@ -113,8 +113,8 @@ class Speculative(_Body):
 
     stats: bool = False
     enabled: bool = True
-    width: int | None = Field(None, ge=1, lt=MAX_NODES)
-    budget: int | None = Field(None, ge=1, le=MAX_NODES)
+    width: int | None = Field(default=None, ge=1, lt=MAX_NODES)
+    budget: int | None = Field(default=None, ge=1, le=MAX_NODES)
 
 
 class GenerateBody(_Body):
@@ -156,7 +156,7 @@ class GenerateBody(_Body):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     user: str | None = None
-    speculative: Speculative = Field(default_factory=Speculative)
+    speculative: Speculative = Speculative()
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerateBody:

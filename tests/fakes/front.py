@@ -62,12 +62,13 @@ async def stage(
     script: Script | None = None,
     max_model_len: int = 512,
     served_names: Sequence[str] = (),
+    recommended: bool = True,
     **options: object,
 ) -> AsyncIterator[Stage]:
     """Both doors on free ports; every request is answered with `text` unless there is a script."""
     if not (folder / "tokenizer.json").exists():
         make_tokenizer(folder)
-    checkpoint = Checkpoint.load(folder)
+    checkpoint = Checkpoint.load(folder, recommended=recommended)
     tokenizer = checkpoint.tokenizer
     settings = GatewaySettings(target="127.0.0.1:1", port=0, served_model_name=list(served_names))
 
@@ -93,6 +94,46 @@ def events(text: str) -> list[dict[str, Any]]:
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+def folded(text: str) -> dict[str, Any]:
+    """A stream's chunks joined to what the whole answer would be, as far as both say it."""
+    chunks = events(text)
+    body: dict[str, Any] = {"choices": {}}
+    for chunk in chunks:
+        if chunk.get("usage") is not None:
+            body["usage"] = chunk["usage"]
+        for part in chunk["choices"]:
+            choice = body["choices"].setdefault(part["index"], {"index": part["index"]})
+            if "delta" in part:
+                message = choice.setdefault("message", {})
+                for name, value in part["delta"].items():
+                    message[name] = value if name == "role" else message.get(name, "") + value
+            for name, value in part.items():
+                if name in ("index", "delta"):
+                    continue
+                choice[name] = _joined(choice.get(name), value)
+    body["choices"] = [body["choices"][index] for index in sorted(body["choices"])]
+    return body
+
+
+def _joined(before: Any, value: Any) -> Any:
+    if before is None or value is None:
+        return before if value is None else value
+    if isinstance(value, dict):
+        return {name: _joined(before[name], value[name]) for name in value}
+    return before + value
+
+
+async def both(s: Stage, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The whole answer, which is checked against the one that is streamed."""
+    response = await s.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    whole = response.json()
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    stream = folded((await s.http.post(path, json=body | usage)).text)
+    assert stream == {name: whole[name] for name in ("choices", "usage")}
+    return whole
 
 
 async def until(condition: Any, seconds: float = 2.0) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.counters import Snapshot
-from gateway.request import Chunk, Deliver, GenerateParams, ModelInfo
+from gateway.request import Chunk, Deliver, GenerateParams, ModelInfo, TokenLogprob
 from slipstream.errors import Draining, QueueFull, SlipstreamError
 
 Script = Callable[[GenerateParams], Sequence[int]]
@@ -37,6 +37,18 @@ def noise_script(low: int, vocab: int, length: int = 100_000) -> Script:
     return script
 
 
+def scored(token: int, position: int, vocab: int, wanted: int | None) -> TokenLogprob | None:
+    """The log-probability of a token at a position; at every other one it is the best itself."""
+    if wanted is None:
+        return None
+    best = [(token + 1 + rank) % vocab for rank in range(wanted)]
+    values = [-0.25 * (rank + 1) - position / 1024 for rank in range(wanted)]
+    if position % 2 and wanted:
+        best[0] = token
+        return TokenLogprob(values[0], tuple(zip(best, values, strict=True)))
+    return TokenLogprob(-9.0 - position / 1024, tuple(zip(best, values, strict=True)))
+
+
 @dataclass
 class Running:
     """One request: its tokens to come."""
@@ -44,11 +56,13 @@ class Running:
     params: GenerateParams
     tokens: Sequence[int]
     given: int = 0
+    read: int = 0
     lengths: list[int] = field(default_factory=list)
 
 
 class FakeScheduler:
-    """Gives each running request `per_step` tokens every `step_s` seconds.
+    """Gives each running request `per_step` tokens every `step_s` seconds, and before them the
+    log-probabilities of its prompt, `per_chunk` tokens at a time.
 
     Attributes:
         cancelled: ids given to `cancel`, in order.
@@ -64,6 +78,7 @@ class FakeScheduler:
         info: ModelInfo,
         step_s: float = 0.002,
         per_step: int = 3,
+        per_chunk: int = 4,
         max_running: int = 1000,
         ready: bool = True,
     ) -> None:
@@ -73,6 +88,7 @@ class FakeScheduler:
         self.ready = ready
         self.step_s = step_s
         self.per_step = per_step
+        self.per_chunk = per_chunk
         self.max_running = max_running
         self.cancelled: list[int] = []
         self.submitted: list[GenerateParams] = []
@@ -152,11 +168,14 @@ class FakeScheduler:
         if self.fail_after is not None and run.given >= self.fail_after[0]:
             return Chunk(finish="error", error=self.fail_after[1])
         params = run.params
+        scores = self._scores(run)
+        if run.read < len(params.prompt_ids):
+            return Chunk(prompt_logprobs=scores)
         limit = min(params.max_tokens, self.info.max_model_len - len(params.prompt_ids))
         first = run.given == 0
         tokens: list[int] = []
-        finish = "none"
-        for token in run.tokens[run.given : run.given + (1 if first else self.per_step)]:
+        finish = "none" if limit else "length"
+        for token in run.tokens[run.given :][: min(limit, 1) if first else self.per_step]:
             tokens.append(token)
             run.given += 1
             if token in params.stop_ids and run.given > params.min_tokens:
@@ -167,10 +186,27 @@ class FakeScheduler:
                 break
         if finish == "none" and run.given >= len(run.tokens):
             finish = "length"
+        position = len(params.prompt_ids) + run.given - len(tokens)
+        rows = [self._score(t, position + i, params.logprobs) for i, t in enumerate(tokens)]
+        logprobs = None if params.logprobs is None else tuple(rows)
         if first:
-            return Chunk(tuple(tokens), finish=finish)
+            return Chunk(tuple(tokens), logprobs, scores, finish)
         drafted = self.per_step if params.draft else 1
-        return Chunk(tuple(tokens), finish=finish, nodes=drafted, accepted=max(0, drafted - 1))
+        accepted = max(0, drafted - 1)
+        return Chunk(tuple(tokens), logprobs, (), finish, nodes=drafted, accepted=accepted)
+
+    def _score(self, token: int, position: int, wanted: int | None) -> TokenLogprob:
+        row = scored(token, position, self.info.vocab_size, wanted)
+        return row or TokenLogprob(0.0)
+
+    def _scores(self, run: Running) -> tuple[TokenLogprob, ...]:
+        """Of the prompt's next tokens; `run.read` of them have been seen."""
+        ids, wanted = run.params.prompt_ids, run.params.prompt_logprobs
+        if wanted is None or run.read == len(ids):
+            run.read = len(ids)
+            return ()
+        first, run.read = run.read, min(run.read + self.per_chunk, len(ids))
+        return tuple(self._score(ids[i], i, wanted) for i in range(max(first, 1), run.read))
 
 
 def main(argv: Sequence[str]) -> int:
