@@ -1,0 +1,320 @@
+"""What an answer is bound to: read from a request's fields, put together, and checked.
+
+A request is refused before it is admitted when its schema or regular expression cannot be used,
+naming the field and with the grammar library's own words. Whatever the target could not afford is
+refused here too: checking compiles the grammar and takes its first steps, in a worker thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from gateway.chat.formats import ThinkFormat, ToolFormat
+from gateway.chat.reasoning import Thinking
+from gateway.chat.tools import calls_rules, parameters, text
+from gateway.fields import refuse
+from slipstream.errors import InvalidRequest
+from slipstream.grammar import WHITE_SPACE, Grammar, GrammarKind, first_lines, limits, source
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+MAX_CHECK_S = 0.5
+"""Most processor time of a check."""
+
+_STEPS = 8  # bytes that a check takes beyond compiling: some grammars are costly only then
+_KEPT = 256
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What content must be, and the field that says so."""
+
+    grammar: Grammar
+    param: str
+
+
+def constraint(fields: Mapping[str, Any]) -> Constraint | None:
+    """Of a request's fields, by their names; absent ones may be None. None: nothing is bound.
+
+    Raises InvalidRequest naming the field that is malformed or one too many.
+    """
+    found = [
+        bound
+        for name, read in _READERS.items()
+        if fields.get(name) is not None and (bound := read(name, fields[name])) is not None
+    ]
+    if len(found) > 1:
+        name = found[1].param
+        raise InvalidRequest(f"{name}: the answer is already bound by {found[0].param}", name)
+    return found[0] if found else None
+
+
+def _response_format(param: str, value: object) -> Constraint | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or kind not in ("text", "json_object", "json_schema"):
+        raise refuse(f"{param}.type", "must be text, json_object or json_schema", kind)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Constraint(_schema(_ANY_OBJECT), param)
+    spec = value.get("json_schema")
+    if not isinstance(spec, dict):
+        raise refuse(f"{param}.json_schema", "must be an object", spec)
+    strict = spec.get("strict") or False
+    if not isinstance(strict, bool):
+        raise refuse(f"{param}.json_schema.strict", "must be true or false", strict)
+    # What is not strict is held as far as the library can, as OpenAI does.
+    return _json(f"{param}.json_schema.schema", spec.get("schema"), lenient=not strict)
+
+
+def _structured_outputs(param: str, value: object) -> Constraint | None:
+    if not isinstance(value, dict):
+        raise refuse(param, "must be an object", value)
+    readers: Mapping[str, Callable[[str, object], Constraint | None]] = {
+        "json": _json,
+        "regex": _regex,
+        "choice": _choice,
+        "json_object": _json_object,
+    }
+    given = [name for name, item in value.items() if item is not None]
+    for name in given:
+        if name not in readers:
+            raise refuse(f"{param}.{name}", "is not supported", value[name])
+    if len(given) != 1:
+        raise refuse(param, f"must have one of {', '.join(readers)}", given)
+    return readers[given[0]](f"{param}.{given[0]}", value[given[0]])
+
+
+def _json_object(param: str, value: object) -> Constraint | None:
+    if not isinstance(value, bool):
+        raise refuse(param, "must be true or false", value)
+    return Constraint(_schema(_ANY_OBJECT), param) if value else None
+
+
+def _json(param: str, value: object, lenient: bool = False) -> Constraint:
+    schema = value
+    if isinstance(value, str):
+        try:
+            schema = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise refuse(param, f"must be JSON ({error})", value) from error
+    if not isinstance(schema, dict | bool):
+        raise refuse(param, "must be a JSON schema, an object", value)
+    try:
+        return Constraint(_schema(schema, lenient), param)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{param}: cannot be written as JSON: {error}", param) from error
+
+
+def _regex(param: str, value: object) -> Constraint:
+    if not isinstance(value, str) or not value:
+        raise refuse(param, "must be a regular expression", value)
+    return Constraint(Grammar(GrammarKind.REGEX, value), param)
+
+
+def _choice(param: str, value: object) -> Constraint | None:
+    if value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
+        raise refuse(param, "must be a list of strings that are not empty", value)
+    return Constraint(Grammar(GrammarKind.CHOICE, json.dumps(value)), param)
+
+
+def _schema(schema: Mapping[str, Any] | bool, lenient: bool = False) -> Grammar:
+    """The options of the library go with the schema: as part of a rule it gets no others."""
+    if isinstance(schema, dict):
+        options = {"whitespace_pattern": WHITE_SPACE, "lenient": lenient}
+        own = schema.get("x-guidance", {})
+        schema = schema | {"x-guidance": options | (own if isinstance(own, dict) else {})}
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
+_READERS: Mapping[str, Callable[[str, object], Constraint | None]] = {
+    "response_format": _response_format,
+    "structured_outputs": _structured_outputs,
+    "guided_json": _json,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+}
+
+FIELDS = tuple(_READERS)
+"""The fields of a request that bind its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """All that binds one answer, from its first token on.
+
+    Attributes:
+        content: what the content must be.
+        form, forced: how calls are written, and the tools to call one of, by index; none: no calls.
+        either: calls or such content; otherwise forced calls leave no content.
+        think, thinking: the thinking part that may come first, which nothing binds.
+    """
+
+    content: Constraint | None = None
+    form: ToolFormat | None = None
+    forced: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    parallel: bool = True
+    either: bool = False
+    think: ThinkFormat | None = None
+    thinking: Thinking = Thinking.CLOSED
+
+    @property
+    def param(self) -> str:
+        """The field to name when it cannot be had."""
+        return self.content.param if self.content is not None else "tools"
+
+    def grammar(self, token: Callable[[str], int | None]) -> Grammar | None:
+        """The grammar of the whole answer; None when nothing binds it.
+
+        `token` gives the id of a text that is a token of its own: such a mark has no other form.
+        """
+        calls = self.form is not None and bool(self.forced)
+        if self.content is None and not calls:
+            return None
+        thinks = self.think is not None and self.thinking is not Thinking.CLOSED
+        if self.content is not None and not calls and not thinks:
+            return self.content.grammar
+        rules = self._think_rules(token) if thinks else []
+        parts = []
+        if self.form is not None and calls:
+            parts.append("calls")
+            mark = _mark_rule(token)
+            rules.append(
+                calls_rules(
+                    self.form, list(self.forced.values()), self.parallel, _arguments_rule, mark
+                )
+            )
+        if self.content is not None and (self.either or not calls):
+            parts.append("content")
+            rules.append(f"content: {_content_rule(self.content.grammar)}")
+        start = f"start: {'thinking ' if thinks else ''}({' | '.join(parts)})"
+        return Grammar(GrammarKind.LARK, "\n".join([start, *rules]) + "\n")
+
+    def _think_rules(self, token: Callable[[str], int | None]) -> list[str]:
+        assert self.think is not None
+        opening, closing = self.think.opening, self.think.closing
+        within = closing.replace("/", r"\/")
+        if token(closing) is None:
+            rules = ["thoughts: until SPACE?", f"until[lazy]: /(.|\\n)*{within}/"]
+        else:
+            rules = [
+                f"thoughts: THOUGHT? {_mark_rule(token)(closing)} SPACE?",
+                f"THOUGHT: /(.|\\n)+/ & ~/(.|\\n)*{within}(.|\\n)*/",
+            ]
+        begin = {
+            Thinking.POSSIBLE: f"(SPACE? {_mark_rule(token)(opening)} thoughts)?",
+            Thinking.OPENED: "thoughts",
+        }
+        return [
+            f"thinking: {begin.get(self.thinking, 'thoughts')}",
+            *rules,
+            r"SPACE: /[ \t\n\r]{1,8}/",
+        ]
+
+
+def _mark_rule(token: Callable[[str], int | None]) -> Callable[[str], str]:
+    def rule(mark: str) -> str:
+        number = token(mark)
+        return text(mark) if number is None else f"<[{number}]>"
+
+    return rule
+
+
+def _arguments_rule(tool: Mapping[str, Any]) -> str:
+    return f"%json {_arguments(tool).text}"
+
+
+def _arguments(tool: Mapping[str, Any]) -> Grammar:
+    return _schema(parameters(tool), lenient=not tool["function"].get("strict"))
+
+
+def _content_rule(grammar: Grammar) -> str:
+    """A constraint's grammar as part of a rule."""
+    if grammar.kind is GrammarKind.JSON_SCHEMA:
+        return f"%json {'{}' if grammar.text == 'true' else grammar.text}"
+    if grammar.kind is GrammarKind.CHOICE:
+        return " | ".join(map(text, json.loads(grammar.text)))
+    made = json.loads(source(grammar))["grammars"][0]["lark_grammar"]
+    return str(made).removeprefix("start: ")
+
+
+class Checker:
+    """Checks grammars beside the event loop and remembers those that passed."""
+
+    def __init__(self, workers: int = 2) -> None:
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
+        self._passed: OrderedDict[Grammar, None] = OrderedDict()
+
+    async def admit(self, bound: Bound, token: Callable[[str], int | None]) -> Grammar | None:
+        """The grammar of `bound`. Raises InvalidRequest naming the field when it cannot be had."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._admit, bound, token)
+
+    def _admit(self, bound: Bound, token: Callable[[str], int | None]) -> Grammar | None:
+        try:
+            grammar = bound.grammar(token)
+            if grammar is None or grammar in self._passed:
+                return grammar
+            # The stand-in's marks are text: a byte is a token, so the model's ids mean nothing.
+            stand_in = bound.grammar(lambda _: None)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{bound.param}: {error}", bound.param) from error
+        assert stand_in is not None
+        for index, tool in bound.forced.items():
+            _check(_arguments(tool), f"tools[{index}].function.parameters")
+        if bound.content is not None:
+            _check(bound.content.grammar, bound.content.param)
+        if stand_in.kind is GrammarKind.LARK:
+            _check(stand_in, bound.param)
+        self._passed[grammar] = None
+        while len(self._passed) > _KEPT:
+            self._passed.popitem(last=False)
+        return grammar
+
+    def close(self) -> None:
+        """Ends the worker threads once their present work is done."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _check(grammar: Grammar, param: str) -> None:
+    """Raises InvalidRequest naming `param`; the library lets go of Python's lock meanwhile."""
+    from llguidance import LLMatcher
+
+    begun = time.thread_time()
+    try:
+        written = source(grammar)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{param}: {str(error).removeprefix('grammar: ')}", param) from error
+    problem = LLMatcher.validate_grammar(written, limits=limits())
+    if problem and not problem.startswith("WARNING"):
+        raise InvalidRequest(f"{param}: {first_lines(problem)}", param)
+    matcher = LLMatcher(_bytes(), written, log_level=0, limits=limits())
+    for _ in range(_STEPS):
+        mask = int.from_bytes(matcher.compute_bitmask(), "little") & ((1 << 256) - 1)
+        if matcher.is_error():
+            raise InvalidRequest(f"{param}: {first_lines(matcher.get_error())}", param)
+        if time.thread_time() - begun > MAX_CHECK_S:
+            raise InvalidRequest(f"{param}: takes too much time to match", param)
+        if mask == 0:
+            break
+        matcher.consume_token((mask & -mask).bit_length() - 1)
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    """A vocabulary in which every byte is a token."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
