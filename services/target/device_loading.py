@@ -7,6 +7,7 @@ import torch
 from services.target.device_runner import DeviceRunner
 from services.target.device_slots import DeviceSlots
 from services.target.device_step import DeviceStep, Progress, Sizes
+from services.target.grammar import Vocabulary
 from services.target.kv_cache import KVCache
 from services.target.prefill import FlashInferAttention, PlainAttention, PrefillAttention
 from services.target.runner import TargetSpec
@@ -30,6 +31,7 @@ def device_runner(
     attention: str = "triton",
     prefill_attention: str = "triton",
     graphs: bool = True,
+    vocabulary: Vocabulary | None = None,
     progress: Progress = lambda done, total: None,
 ) -> DeviceRunner:
     """Takes all memory, compiles and loads every kernel.
@@ -39,6 +41,7 @@ def device_runner(
         decode_rows: rows of one decode graph at most.
         attention: triton, or torch, which cannot be recorded.
         prefill_attention: triton, torch or flashinfer.
+        vocabulary: what grammars are matched with; `spec` says whether there is one.
 
     Raises ConfigError when FlashInfer is wanted and missing, or has no kernel for the type.
     """
@@ -59,9 +62,11 @@ def device_runner(
         ),
         attention=attention,
         graphs=Graphs(device, graphs and attention != "torch"),
+        grammars=vocabulary is not None,
     )
     step.record(progress)
-    runner = DeviceRunner(spec, step, slots, cache, _prefill(prefill_attention, model, step, cache))
+    own_prefill = _prefill(prefill_attention, model, step, cache)
+    runner = DeviceRunner(spec, step, slots, cache, own_prefill, vocabulary)
     if device.type == "cuda":
         runner.warm_up()
     return runner

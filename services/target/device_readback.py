@@ -74,6 +74,28 @@ class StepReadback:
         return found
 
 
+class ScoreReadback:
+    """Log-probabilities of a prefill's rows."""
+
+    def __init__(self, scores: Draws, device: torch.device) -> None:
+        self._sources = (scores.logprobs, scores.top_ids, scores.top_values)
+        self._copies = [
+            Readback(tuple(source.shape), source.dtype, device) for source in self._sources
+        ]
+
+    def start(self, rows: int) -> None:
+        """Starts the copy of the first `rows` rows."""
+        for source, copy in zip(self._sources, self._copies, strict=True):
+            copy.start(source[:rows])
+
+    def read(self, first: int, count: int, want: int) -> list[Logprob]:
+        """Of `count` rows from `first` on, whose slot wants `want` best tokens."""
+        own, ids, values = (copy.wait()[first : first + count] for copy in self._copies)
+        best = zip(ids[:, :want].tolist(), values[:, :want].tolist(), strict=True)
+        tops = [[(v, p) for v, p in zip(*row, strict=True) if v >= 0] for row in best]
+        return [Logprob(*row) for row in zip(own.tolist(), tops, strict=True)]
+
+
 class FeatureReadback:
     """Feature rows of any pages as bytes."""
 

@@ -15,7 +15,7 @@ from services.target.runner import SlotAdmit
 from slipstream.kernels import slot_state as columns
 from slipstream.kernels.noise import int32_word
 from slipstream.kernels.slot_state import WORDS, SlotState
-from slipstream.params import SamplingParams, fp32
+from slipstream.params import fp32
 
 SamplerClass: TypeAlias = Literal["greedy", "full"]
 """Greedy: the largest raw logit decides and nothing more is wanted of the row."""
@@ -84,9 +84,10 @@ class DeviceSlots:
             output = np.asarray(admit.output_ids, np.int64)
             staging.counts[:] = np.bincount(output, minlength=self._vocab_size)
             staging.send("counts", self.state.counts[slot])
-        if params.logit_bias:
+        if params.biased:
             staging.bias[:] = 0
             staging.bias[list(params.logit_bias)] = list(params.logit_bias.values())
+            staging.bias[list(params.banned_ids)] = -np.inf
             staging.send("bias", self.state.bias[slot])
         staging.sent()
         self._drawn[slot] = _Drawn.of(admit)
@@ -111,7 +112,7 @@ class _Drawn:
     @classmethod
     def of(cls, admit: SlotAdmit) -> _Drawn:
         params = admit.sampling
-        edited = params.penalised or bool(params.logit_bias)
+        edited = params.penalised or params.biased or admit.grammar is not None
         banned = admit.stop_ids and admit.min_tokens > len(admit.output_ids)
         return cls(
             params.greedy and not edited and admit.logprobs is None,
@@ -166,7 +167,7 @@ def _words(admit: SlotAdmit) -> I32:
     params = admit.sampling
     words = np.zeros(WORDS, np.int32)
     values = words.view(np.float32)
-    words[columns.FLAGS.value] = _flags(params, bool(admit.stop_ids))
+    words[columns.FLAGS.value] = _flags(admit)
     values[columns.TEMPERATURE.value] = params.temperature
     values[columns.TOP_P.value] = fp32(params.top_p)
     words[columns.TOP_K.value] = min(params.top_k, 2**31 - 1)
@@ -182,14 +183,16 @@ def _words(admit: SlotAdmit) -> I32:
     return words
 
 
-def _flags(params: SamplingParams, has_stops: bool) -> int:
+def _flags(admit: SlotAdmit) -> int:
+    params = admit.sampling
     flags = {
         columns.GREEDY.value: params.greedy,
-        columns.BIASED.value: bool(params.logit_bias),
+        columns.BIASED.value: params.biased,
         columns.PENALISED.value: params.penalised,
         columns.HAS_TOP_P.value: params.top_p < 1,
         columns.HAS_MIN_P.value: params.min_p > 0,
-        columns.HAS_STOPS.value: has_stops,
+        columns.HAS_STOPS.value: bool(admit.stop_ids),
+        columns.GRAMMAR.value: admit.grammar is not None,
     }
     return sum(flag for flag, on in flags.items() if on)
 

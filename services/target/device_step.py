@@ -9,13 +9,14 @@ drawn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from services.target.device_masks import HostMasks
 from services.target.device_slots import DeviceSlots, SamplerClass
 from services.target.kv_cache import KVCache
 from services.target.step_input import StepInput
@@ -30,6 +31,7 @@ from slipstream.kernels.intake import (
     update_tables,
 )
 from slipstream.kernels.norm import embed, head
+from slipstream.kernels.score import score
 from slipstream.kernels.walk import Walks, walk
 from slipstream.layers.attention_device import DeviceAttention, TorchAttention
 from slipstream.layers.device_rows import DeviceRows, Mask
@@ -76,6 +78,8 @@ class DeviceStep:
         input: what the host says of a step; sent before the work is run.
         rows, trees: of the running step.
         draws, walks: what came of it.
+        masks: what grammars allow at its rows.
+        scores: log-probabilities of prompt tokens, by row of a prefill step.
         hidden: (R, H) after the final norm.
         mixed: (R, heads * hd), where attention leaves its result.
     """
@@ -92,8 +96,12 @@ class DeviceStep:
         sizes: Sizes,
         attention: str,
         graphs: Graphs,
+        grammars: bool = False,
     ) -> None:
-        """`max_pages`: of one slot. `attention`: the backend of verify and decode."""
+        """`max_pages`: of one slot. `attention`: the backend of verify and decode.
+
+        `grammars`: there is room for masks.
+        """
         self.device, self.graphs, self.sizes = graphs.device, graphs, sizes
         self._model, self._projector = model, projector
         self._taps = tuple(taps) if projector is not None else ()
@@ -106,6 +114,8 @@ class DeviceStep:
         self.rows = DeviceRows.allocate(sizes.rows, entries, tables, device, MAX_NODES // WORD)
         self.trees = TreeRows.allocate(sizes.rows, entries, device)
         self.draws = Draws.allocate(sizes.decode_rows, slots.max_logprobs, device)
+        self.masks = HostMasks(sizes.decode_rows if grammars else 1, config.vocab_size, device)
+        self.scores = Draws.allocate(sizes.prefill_rows, slots.max_logprobs, device)
         self.walks = Walks.allocate(sizes.decode_rows, entries, MAX_NODES, device)
         self._first_trees = TreeRows.allocate(entries, entries, device)
         self._decoder = FusedDecoder(
@@ -171,12 +181,15 @@ class DeviceStep:
 
     # What the runner calls, the input having been sent
 
-    def decode(self, rows: int, tree: bool, kind: SamplerClass) -> None:
-        """Intake, forward and finish of the decode step in the input, which has `rows` rows."""
+    def verify(self, rows: int, tree: bool) -> None:
+        """Intake and forward of the decode step in the input, which has `rows` rows."""
         size = bucket_of(self.decode_buckets, rows)
         self._work["intake", size, tree]()
         self._work["forward", size, tree]()
-        self._work["finish", size, tree, kind]()
+
+    def finish(self, rows: int, tree: bool, kind: SamplerClass) -> None:
+        """Draws, walks and commits what `verify` ran; reads `masks` where a slot has a grammar."""
+        self._work["finish", bucket_of(self.decode_buckets, rows), tree, kind]()
 
     def prefill_bucket(self, rows: int) -> int:
         """Rows that a prefill step of `rows` rows is padded to."""
@@ -195,6 +208,15 @@ class DeviceStep:
             self._forward(size, False, attend)
         if self._projector is not None:
             self._work["features", size]()
+
+    def score(self, rows: int) -> None:
+        """Scores the tokens that the input of the prefill step of `rows` rows names."""
+        hidden = self.hidden[: self.prefill_bucket(rows)]
+        for first, logits in self._logit_slices(hidden):
+            score(
+                logits, first, self.input.scored, self.input.scored_best, self.scores,
+                self._scratch,
+            )  # fmt: skip
 
     def first(self, entries: int, kind: SamplerClass) -> None:
         """Draws the first tokens of the input's entries from `hidden`."""
@@ -286,16 +308,24 @@ class DeviceStep:
         self._walk(rows, trees, kind)
 
     def _draw(self, hidden: Tensor, rows: DeviceRows, trees: TreeRows, kind: SamplerClass) -> None:
-        """Draws at every row, in slices of rows."""
+        """Draws at every row."""
+        for first, logits in self._logit_slices(hidden):
+            if kind == "greedy":
+                draw_greedy(logits, first, self.draws.tokens, self._scratch)
+            else:
+                draw_full(
+                    logits, first, rows, trees, self._slots.state, self.draws, self._scratch,
+                    self.masks.rows,
+                )  # fmt: skip
+
+    def _logit_slices(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """First row and logits of slices of rows; each is overwritten by the next."""
         weight, most = self._model.vocabulary.head.plain, len(self._logits)
         for first in range(0, len(hidden), most):
             part = hidden[first : first + most]
             logits = self._logits[: len(part)]
             head(part, weight, logits)
-            if kind == "greedy":
-                draw_greedy(logits, first, self.draws.tokens, self._scratch)
-            else:
-                draw_full(logits, first, rows, trees, self._slots.state, self.draws, self._scratch)
+            yield first, logits
 
     def _walk(self, rows: DeviceRows, trees: TreeRows, kind: SamplerClass) -> None:
         walk(

@@ -43,7 +43,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, end_ids: Collection[int]) -> Vocabulary | None:
-        """That of the model in `folder`; None, and a line in the log, where there is none to match."""
+        """That of the model in `folder`; None where grammars cannot be matched, which is logged."""
         try:
             from llguidance import LLTokenizer
         except ImportError:

@@ -218,6 +218,7 @@ def _runner(
         attention=choices.decode,
         prefill_attention=choices.prefill,
         graphs=settings.cuda_graphs,
+        vocabulary=vocabulary,
         progress=progress("target steps"),
     )
 

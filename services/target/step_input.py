@@ -27,8 +27,10 @@ class StepInput:
     Views, all int32: `counts` (2,) entries and rows; `slots` (E,); `offsets` (E + 1,), the number
     of rows from the last entry on; `proposal_counts` (E,), 0 where nothing was proposed;
     `proposal_tokens` and `proposal_parents` (R,) at the entries' row offsets; `update_count` (1,)
-    and `updates` (TABLE_UPDATES, 3); for prefill `ids` (R,) known tokens, `firsts` (E,) their first
-    positions; for first tokens `starts` and `anchors` (E,), and `picked` (E,), rows of the prefill.
+    and `updates` (TABLE_UPDATES, 3). For prefill `ids` (R,) known tokens and `firsts` (E,) their
+    first positions; in the place of a proposal `scored` (R,), the token that each row scores, and
+    `scored_best` (R,), how many best ones are wanted beside it, -1 where it scores none. For first
+    tokens `starts` and `anchors` (E,), and `picked` (E,), rows of the prefill.
     """
 
     def __init__(self, rows: int, entries: int, device: torch.device) -> None:
@@ -62,6 +64,7 @@ class StepInput:
         self.proposal_counts = device_side[spans["proposal_counts"]]
         self.proposal_tokens = device_side[spans["proposal_tokens"]]
         self.proposal_parents = device_side[spans["proposal_parents"]]
+        self.scored, self.scored_best = self.proposal_tokens, self.proposal_parents
         self.ids = device_side[spans["ids"]]
         self.update_count = device_side[spans["update_count"]]
         self.updates = device_side[spans["updates"]].view(TABLE_UPDATES, 3)
@@ -89,11 +92,20 @@ class StepInput:
         counts: Sequence[int],
         ids: Sequence[int],
         updates: Sequence[TableUpdate],
+        scored: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Chunks of known tokens: `counts` rows of each slot from position `firsts` on."""
+        """Chunks of known tokens: `counts` rows of each slot from position `firsts` on.
+
+        `scored`: of each row, the token that it scores and the best ones wanted; all or none.
+        """
         host = self._begin(slots, counts, updates)
         self._part(host, "firsts")[: len(firsts)] = firsts
         self._part(host, "ids")[: len(ids)] = ids
+        if scored:
+            tokens, best = zip(*scored, strict=True)
+            self._part(host, "proposal_tokens")[: len(ids)] = tokens
+            self._part(host, "proposal_parents")[: len(ids)] = best
+            self._part(host, "proposal_parents")[len(ids) :] = -1
         self._upload.send()
 
     def send_first(

@@ -7,14 +7,15 @@ into scratch; one program per row combines those. Filters are asked afterwards
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from slipstream.kernels.best import combined, store_logprobs
+from slipstream.kernels.draw_buffers import CHUNK as _CHUNK
+from slipstream.kernels.draw_buffers import Draws as Draws
+from slipstream.kernels.draw_buffers import DrawScratch as DrawScratch
+from slipstream.kernels.draw_buffers import RowMasks as RowMasks
 from slipstream.kernels.edits import LOWEST, edited, key_id, key_value, number, order_key
 from slipstream.kernels.intake import TreeRows
 from slipstream.kernels.noise import gumbel_run
@@ -22,6 +23,7 @@ from slipstream.kernels.nucleus import first_kept, relative_mass
 from slipstream.kernels.slot_state import (
     CHOICE,
     FLAGS,
+    GRAMMAR,
     GREEDY,
     HAS_MIN_P,
     HAS_TOP_P,
@@ -36,47 +38,8 @@ from slipstream.kernels.slot_state import (
 from slipstream.layers.device_rows import DeviceRows
 
 _GREEDY_CHUNK = 4096
-_CHUNK = 2048
 _BLOCK = 4096
 _COLUMNS = tl.constexpr(WORDS)
-
-
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """What is drawn at each row; of padding nothing is written.
-
-    Attributes:
-        tokens: (R,) int32.
-        logprobs: (R,) fp32, log-softmax of the raw logits at the token; like the next two only in
-            rows whose slot wants logprobs.
-        top_ids: (R, K) int32, the best of the raw logits, as many as the slot wants, then -1.
-        top_values: (R, K) fp32, their log-softmax, then -inf.
-    """
-
-    tokens: Tensor
-    logprobs: Tensor
-    top_ids: Tensor
-    top_values: Tensor
-
-    @classmethod
-    def allocate(cls, rows: int, max_logprobs: int, device: torch.device | str) -> Draws:
-        """For up to `rows` rows and `max_logprobs` best tokens of each, one at least."""
-        best = max(1, max_logprobs)
-        return cls(
-            torch.zeros(rows, dtype=torch.int32, device=device),
-            torch.zeros(rows, dtype=torch.float32, device=device),
-            torch.zeros(rows, best, dtype=torch.int32, device=device),
-            torch.zeros(rows, best, dtype=torch.float32, device=device),
-        )
-
-
-class DrawScratch:
-    """What programs of a row leave for the one that combines them; for slices of `rows` rows."""
-
-    def __init__(self, rows: int, vocab_size: int, device: torch.device | str) -> None:
-        shape = (rows, triton.cdiv(vocab_size, _CHUNK))
-        self.keys = torch.zeros(4, *shape, dtype=torch.int64, device=device)
-        self.sums = torch.zeros(2, *shape, dtype=torch.float64, device=device)
 
 
 def draw_greedy(logits: Tensor, row0: int, tokens: Tensor, scratch: DrawScratch) -> None:
@@ -134,15 +97,18 @@ def draw_full(
     state: SlotState,
     draws: Draws,
     scratch: DrawScratch,
+    masks: RowMasks | None = None,
 ) -> None:
     """Each row by its slot's whole pipeline, and logprobs where the slot wants them.
 
     The draw at a row decides the position after the row's own; a row's path counts as output.
-    Rows of no entry, and padding within an entry, are skipped.
+    Rows of no entry, and padding within an entry, are skipped. Where a slot's grammar and bans
+    leave no token, -1 is drawn and no logprobs are written.
 
     Args:
         logits: (n, V) fp32, rows contiguous; n at most the scratch's rows.
         row0: row of the step that logits[0] is.
+        masks: None only when no slot has a grammar.
     """
     count, vocab_size = logits.shape
     chunks = triton.cdiv(vocab_size, _CHUNK)
@@ -159,6 +125,8 @@ def draw_full(
         state.prompt_bits,
         state.counts,
         state.bias,
+        state.stop_bits if masks is None else masks.bits,
+        draws.tokens if masks is None else masks.index,
         scratch.keys,
         scratch.sums,
         row0,
@@ -211,10 +179,12 @@ def _row_of(
     prompt_bits,
     counts,
     bias,
+    allowed,
+    masked,
     V: tl.constexpr,
     BITMAP: tl.constexpr,
 ):
-    """Where the state of a row lies: position to decide, node, its tree, its slot's tables."""
+    """Where a row's state lies: position to decide, node, its tree, its slot's tables, its mask."""
     base = tl.load(offsets + entry)
     slot = tl.load(slots + entry).to(tl.int64)
     return (
@@ -227,7 +197,15 @@ def _row_of(
         prompt_bits + slot * BITMAP,
         counts + slot * V,
         bias + slot * V,
+        allowed + tl.maximum(masked, 0).to(tl.int64) * BITMAP,
     )
+
+
+@triton.jit
+def _mask_of(row, entry, slots, words, mask_rows):
+    """Row of the bits that hold for a row; -1: nothing may be drawn; 0 without a grammar."""
+    flags = tl.load(words + tl.load(slots + entry).to(tl.int64) * _COLUMNS + FLAGS)
+    return tl.load(mask_rows + row, mask=flags & GRAMMAR != 0, other=0)
 
 
 @triton.jit
@@ -252,6 +230,8 @@ def _race(
     prompt_bits,
     counts,
     bias,
+    allowed,
+    mask_rows,
     keys,
     sums,
     row0,
@@ -271,9 +251,10 @@ def _race(
     chunk = tl.program_id(1)
     if not _is_drawn(row0 + index, entries, offsets, parents):
         return
+    entry = tl.load(entries + row0 + index)
     row = _row_of(
         row0 + index,
-        tl.load(entries + row0 + index),
+        entry,
         positions,
         slots,
         offsets,
@@ -284,6 +265,8 @@ def _race(
         prompt_bits,
         counts,
         bias,
+        allowed,
+        _mask_of(row0 + index, entry, slots, words, mask_rows),
         V,
         BITMAP,
     )
@@ -294,7 +277,19 @@ def _race(
     inside = token < V
     raw = tl.load(logits + index.to(tl.int64) * STRIDE + token, mask=inside, other=float("-inf"))
     value = edited(
-        raw, token, inside, row[0], row[1], row[2], row[3], own, row[5], row[6], row[7], row[8]
+        raw,
+        token,
+        inside,
+        row[0],
+        row[1],
+        row[2],
+        row[3],
+        own,
+        row[5],
+        row[6],
+        row[7],
+        row[8],
+        row[9],
     )
     at = index * CHUNKS + chunk
     if flags & GREEDY != 0:
@@ -335,6 +330,8 @@ def _decide(
     prompt_bits,
     counts,
     bias,
+    allowed,
+    mask_rows,
     keys,
     sums,
     row0,
@@ -357,9 +354,11 @@ def _decide(
     at_row = row0 + index
     if not _is_drawn(at_row, entries, offsets, parents):
         return
+    entry = tl.load(entries + at_row)
+    masked = _mask_of(at_row, entry, slots, words, mask_rows)
     row = _row_of(
         at_row,
-        tl.load(entries + at_row),
+        entry,
         positions,
         slots,
         offsets,
@@ -370,6 +369,8 @@ def _decide(
         prompt_bits,
         counts,
         bias,
+        allowed,
+        masked,
         V,
         BITMAP,
     )
@@ -382,15 +383,17 @@ def _decide(
     winner = tl.max(races, 0)
     token = key_id(winner)
     mine = logits + index.to(tl.int64) * STRIDE
+    nothing = (masked < 0) | (key_value(winner) == float("-inf"))
+    some = (flags & GRAMMAR == 0) | (nothing == 0)
     filtered = (flags & (HAS_TOP_P | HAS_MIN_P) != 0) | (tl.load(own + TOP_K) > 0)
-    if (flags & GREEDY == 0) & filtered:
+    if (flags & GREEDY == 0) & filtered & some:
         values = tl.load(keys + PLANE + at + lane, mask=there, other=LOWEST)
         key = tl.max(tl.where(races == winner, values, LOWEST), 0)
         top, whole, _ = combined(keys + 2 * PLANE, sums, at, CHUNKS, LANES)
         token = key_id(first_kept(mine, row, key, top, whole, V, BLOCK))
-    tl.store(tokens + at_row, token)
+    tl.store(tokens + at_row, tl.where(some, token, -1))
     wanted = tl.load(own + LOGPROBS)
-    if wanted >= 0:
+    if (wanted >= 0) & some:
         store_logprobs(
             mine,
             token,

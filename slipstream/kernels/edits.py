@@ -12,6 +12,7 @@ import triton.language as tl
 from slipstream.kernels.slot_state import (
     BIASED,
     FREQUENCY,
+    GRAMMAR,
     HAS_STOPS,
     MIN_UNTIL,
     PENALISED,
@@ -78,8 +79,9 @@ def edited(
     prompt_bits,
     counts,
     bias,
+    allowed,
 ):
-    """Logits (a block, fp32) with bias, penalties and bans; NaN becomes -inf.
+    """Logits (a block, fp32) with bias, penalties, bans and grammar; NaN becomes -inf.
 
     Args:
         raw, ids, inside: logits of the token ids, where `inside`.
@@ -87,6 +89,7 @@ def edited(
         node: of the row; its path's tokens count as output.
         tree_ids, tree_parents: of the row's entry.
         words, stop_bits, prompt_bits, counts, bias: the rows of the row's slot.
+        allowed: bitmap of what the row's grammar allows; read only with GRAMMAR.
     """
     flags = tl.load(words)
     value = raw
@@ -107,4 +110,6 @@ def edited(
         value = tl.where(count > 0, lowered, value)
     if (flags & HAS_STOPS != 0) & (position < tl.load(words + MIN_UNTIL)):
         value = tl.where(has_bit(stop_bits, ids, inside), float("-inf"), value)
+    if flags & GRAMMAR != 0:
+        value = tl.where(has_bit(allowed, ids, inside), value, float("-inf"))
     return tl.where(value == value, value, float("-inf"))

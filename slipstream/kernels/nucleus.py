@@ -36,7 +36,9 @@ from slipstream.kernels.slot_state import (
 @triton.jit
 def scaled_block(logits, first, row, V: tl.constexpr, BLOCK: tl.constexpr):
     """Ids, logit / T and whether there is such a token, of a block; `row` as `row_of` gives it."""
-    position, node, tree_ids, tree_parents, words, stop_bits, prompt_bits, counts, bias = row
+    position, node, tree_ids, tree_parents, words, stop_bits, prompt_bits, counts, bias, allowed = (
+        row
+    )
     ids = first + tl.arange(0, BLOCK)
     inside = ids < V
     raw = tl.load(logits + ids, mask=inside, other=float("-inf"))
@@ -53,6 +55,7 @@ def scaled_block(logits, first, row, V: tl.constexpr, BLOCK: tl.constexpr):
         prompt_bits,
         counts,
         bias,
+        allowed,
     )
     temperature = number(words, TEMPERATURE)
     return ids, tl.div_rn(value, temperature + tl.zeros_like(value)), inside

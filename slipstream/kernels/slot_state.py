@@ -37,6 +37,7 @@ PENALISED = tl.constexpr(4)
 HAS_TOP_P = tl.constexpr(8)
 HAS_MIN_P = tl.constexpr(16)
 HAS_STOPS = tl.constexpr(32)
+GRAMMAR = tl.constexpr(64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,8 @@ def walk(
     again, nor does one that has no room. KV and features are left to `slipstream.kernels.commit`.
 
     Args:
-        tokens: (R,) int32, drawn at each row.
+        tokens: (R,) int32, drawn at each row; -1 where nothing may be drawn: the walk ends at the
+            node before, and an entry whose root it is commits nothing.
         walks: may be made for more rows and entries than `rows`.
         full: False when no slot of the step has penalties.
     """
@@ -149,7 +150,8 @@ def _on_path(ids, parents, tokens, base, used, N: tl.constexpr, ROUNDS: tl.const
     for _ in tl.static_range(ROUNDS):
         walked = walked & tl.gather(walked, jump, 0)
         jump = tl.gather(jump, jump, 0)
-    return tl.where(inside, walked, 0), drawn
+    # Where nothing may be drawn no walk arrives.
+    return tl.where(inside & (drawn >= 0), walked, 0), drawn
 
 
 @triton.jit

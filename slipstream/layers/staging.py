@@ -45,9 +45,11 @@ class Upload:
         device: the buffer; its content is that of the last `send` in stream order.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, ring: int = RING
+    ) -> None:
         self.device = torch.zeros(shape, dtype=dtype, device=device)
-        self._ring = [_Slot(shape, dtype, device) for _ in range(RING)]
+        self._ring = [_Slot(shape, dtype, device) for _ in range(ring)]
         self._next = 0
 
     def host(self) -> Host:
@@ -59,7 +61,7 @@ class Upload:
     def send(self, count: int | None = None) -> Tensor:
         """Starts the copy of the first `count` elements along dimension 0 (None: all)."""
         slot = self._ring[self._next]
-        self._next = (self._next + 1) % RING
+        self._next = (self._next + 1) % len(self._ring)
         end = self.device.shape[0] if count is None else count
         self.device[:end].copy_(slot.tensor[:end], non_blocking=True)
         slot.recorded()

@@ -123,11 +123,11 @@ def target_reserve(
 ) -> int:
     """What the target holds beside weights and pages, for steps of at most `rows` rows.
 
-    A slot counts its output tokens and has a bias, by vocabulary entry.
+    A slot counts its output tokens and has a bias, by vocabulary entry; a row has a grammar's mask.
     """
     taps = len(draft.target_layer_ids) if draft is not None else 0
     buffers = rows * (_row(config) + 2 * taps * config.hidden_size) * item
-    buffers += slots * config.vocab_size * 2 * 4
+    buffers += slots * config.vocab_size * 2 * 4 + rows * config.vocab_size // 8
     return CONTEXT + TARGET_GRAPHS + WORKSPACE + _logits(config, rows) + buffers
 
 

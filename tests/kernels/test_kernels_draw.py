@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from services.target.device_slots import DeviceSlots
 from services.target.runner import SlotAdmit
-from slipstream.kernels.draw import Draws, DrawScratch, draw_full, draw_greedy
+from slipstream.grammar import Grammar, GrammarKind
+from slipstream.kernels.draw import Draws, DrawScratch, RowMasks, draw_full, draw_greedy
 from slipstream.kernels.intake import TreeRows
 from slipstream.layers.device_rows import DeviceRows
-from slipstream.sampling import History, SamplingParams, draw, logprobs_of, tree_rows
+from slipstream.sampling import NOTHING, History, SamplingParams, draw, logprobs_of, tree_rows
 from slipstream.tree import Tree
 
 POISON = -7
@@ -31,6 +32,7 @@ class _Entry:
     admit: SlotAdmit
     padding: int = 0
     first: int = field(default=0)
+    masks: list[bytes | None] = field(default_factory=list)  # of each node, with a grammar
 
 
 def _admit(
@@ -65,6 +67,7 @@ def _sampling(rng: random.Random, vocab: int) -> SamplingParams:
         logit_bias=bias if rng.random() < 0.3 else {},
         seed=rng.getrandbits(64),
         choice=rng.choice((0, 2)),
+        banned_ids=frozenset((0, 7, 11)) if rng.random() < 0.2 else frozenset(),
     )
 
 
@@ -136,6 +139,9 @@ def _expected(entry: _Entry, logits: Tensor) -> list[int]:
     history = History(admit.prompt_ids, admit.output_ids) if admit.sampling.penalised else None
     until = len(admit.prompt_ids) + admit.min_tokens
     plans = tree_rows(entry.tree, entry.start, admit.sampling, history, admit.stop_ids, until)
+    for node, mask in enumerate(entry.masks):
+        nothing = bytes(4)
+        plans[node] = replace(plans[node], allowed=nothing if mask is None else mask)
     return [draw(logits[entry.first + node], plan) for node, plan in enumerate(plans)]
 
 
@@ -150,18 +156,50 @@ def _case(
         logprobs = None if broken else rng.choice((None, 0, 3, MOST))
         admit = _admit(rng, vocab, sampling or _sampling(rng, vocab), logprobs)
         slots.admit(slot, _admit(rng, vocab, _sampling(rng, vocab)))  # whom it replaces
+        if rng.random() < 0.4:
+            admit = replace(admit, grammar=Grammar(GrammarKind.JSON_OBJECT))
         slots.admit(slot, admit)
         start = admit.known_len + rng.randint(0, 5)
-        entries.append(_Entry(slot, start, _tree(rng, vocab, rng.randint(1, 4)), admit, slot % 2))
+        entry = _Entry(slot, start, _tree(rng, vocab, rng.randint(1, 4)), admit, slot % 2)
+        if admit.grammar is not None:
+            entry.masks = [_mask(rng, vocab) for _ in entry.tree.tokens]
+        entries.append(entry)
     capacity = sum(len(e.tree) + e.padding for e in entries) + 2
     rows, trees = _rows(entries, capacity, 4, device)
     logits = _logits(rng, capacity, vocab, broken)
     draws, scratch = _draws(capacity, vocab, device)
+    masks = _row_masks(entries, capacity, vocab, device)
     split = rng.randint(1, capacity - 1)
     for first, last in ((0, split), (split, capacity)):
         part = logits[first:last].to(device)
-        draw_full(part, first, rows, trees, slots.state, draws, scratch)
+        draw_full(part, first, rows, trees, slots.state, draws, scratch, masks)
     _check(entries, logits, draws)
+
+
+def _mask(rng: random.Random, vocab: int) -> bytes | None:
+    """Bits of few or many tokens; None where the grammar lets nobody come."""
+    kind = rng.random()
+    if kind < 0.1:
+        return None
+    chance = rng.choice((0.0, 3 / vocab, 0.5, 1.0))
+    words = [
+        sum(1 << bit for bit in range(32) if rng.random() < chance) for _ in range(-(-vocab // 32))
+    ]
+    return b"".join(word.to_bytes(4, "little") for word in words)
+
+
+def _row_masks(
+    entries: Sequence[_Entry], capacity: int, vocab: int, device: torch.device
+) -> RowMasks:
+    index = torch.full((capacity,), -1, dtype=torch.int32)
+    bits = []
+    for entry in entries:
+        for node, mask in enumerate(entry.masks):
+            if mask is not None:
+                index[entry.first + node] = len(bits)
+                bits.append(torch.frombuffer(bytearray(mask), dtype=torch.int32))
+    empty = torch.zeros(-(-vocab // 32), dtype=torch.int32)
+    return RowMasks(torch.stack([*bits, empty]).to(device), index.to(device))
 
 
 def _check(entries: Sequence[_Entry], logits: Tensor, draws: Draws) -> None:
@@ -175,8 +213,11 @@ def _check(entries: Sequence[_Entry], logits: Tensor, draws: Draws) -> None:
         if want is None:
             assert draws.logprobs[first:last].isnan().all()
             continue
-        reference = logprobs_of(logits[first:last], expected, want)
+        reference = logprobs_of(logits[first:last], [max(0, token) for token in expected], want)
         for row, (own, best) in enumerate(reference, first):
+            if tokens[row] == NOTHING:
+                assert draws.logprobs[row].isnan()
+                continue
             assert math.isclose(draws.logprobs[row], own, rel_tol=1e-6, abs_tol=1e-6)
             ids, values = draws.top_ids[row].tolist(), draws.top_values[row].tolist()
             assert ids[: len(best)] == [token for token, _ in best]
@@ -245,6 +286,7 @@ def test_sampler_class() -> None:
     assert sampler_of(SamplingParams(temperature=0.1)) == ["full"] * 3
     assert sampler_of(SamplingParams(presence_penalty=0.1)) == ["full"] * 3
     assert sampler_of(SamplingParams(logit_bias={3: 1.0})) == ["full"] * 3
+    assert sampler_of(SamplingParams(banned_ids=frozenset({3}))) == ["full"] * 3
     assert sampler_of(SamplingParams(), logprobs=0) == ["full"] * 3
     assert sampler_of(SamplingParams(), min_tokens=3) == ["full", "full", "greedy"]
     assert sampler_of(SamplingParams(), min_tokens=1) == ["greedy"] * 3

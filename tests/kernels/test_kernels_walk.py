@@ -26,6 +26,7 @@ from slipstream.kernels.walk import (
     walk,
 )
 from slipstream.layers.device_rows import DeviceRows
+from slipstream.sampling import NOTHING
 from slipstream.tree import Tree, Walk, cut
 from slipstream.tree import walk as tree_walk
 
@@ -52,11 +53,16 @@ class _Entry:
     def rows(self) -> int:
         return len(self.tree) + self.padding
 
+    def path(self) -> list[int]:
+        """Nodes walked through; at the last of them something is drawn."""
+        path = tree_walk(self.tree, self.drawn)
+        return path if self.drawn[path[-1]] != NOTHING else path[:-1]
+
     def expected(self) -> Walk:
         committed = self.start + 1
         return cut(
             self.tree,
-            tree_walk(self.tree, self.drawn),
+            self.path(),
             self.drawn,
             stop_ids=self.stop_ids,
             room=0 if self.finished else self.limit - committed,
@@ -78,10 +84,11 @@ def _random_entry(rng: random.Random, slot: int, most: int) -> _Entry:
     for node in range(1, nodes):  # most draws follow the tree
         if rng.random() < 0.8:
             drawn[tree.parents[node]] = tree.tokens[node]
+    drawn = [NOTHING if rng.random() < 0.04 else token for token in drawn]
     start = rng.randrange(100)
     stops = rng.sample(range(VOCAB), rng.choice((0, 1, 12)))
     if stops and rng.random() < 0.5:
-        stops.append(rng.choice(drawn))
+        stops.append(max(0, rng.choice(drawn)))
     return _Entry(
         slot,
         start,
@@ -149,7 +156,7 @@ def _check(entries: list[_Entry], state: SlotState, before: SlotState, walks: Wa
     for index, entry in enumerate(entries):
         wanted, slot = entry.expected(), entry.slot
         count = len(wanted.tokens)
-        accepted = len(tree_walk(entry.tree, entry.drawn)) - 1
+        accepted = max(0, len(entry.path()) - 1)
         finish = FINISH_OVER if entry.finished else CODES[wanted.finish]
         result, path = walks.result[index].tolist(), walks.path[index].tolist()
         assert result[:HEADER] == [count, finish, accepted, len(entry.tree)]

@@ -10,12 +10,14 @@ import torch
 
 from services.target.device_loading import device_runner
 from services.target.device_runner import DeviceRunner
+from services.target.grammar import Vocabulary
 from services.target.kv_cache import KVCache
-from services.target.runner import TargetSpec
+from services.target.runner import Finish, TargetSpec
+from slipstream.grammar import Grammar, GrammarKind
 from slipstream.models import CausalLM, ContextProjector
 from slipstream.params import SamplingParams
 from tests.fakes.target_driver import Driver
-from tests.tiny import Pair, make_pair
+from tests.tiny import EOS, Pair, make_pair
 from tests.unit.target_model_rig import (
     VOCAB,
     Trees,
@@ -39,17 +41,19 @@ def on_device(pair: Pair, device: torch.device, **more: Any) -> DeviceRunner:
         torch.backends.cuda.matmul.allow_tf32 = False
     model = CausalLM.load(pair.target, torch.float32, device)
     projector = ContextProjector.load(pair.draft, torch.float32, device)
+    vocabulary = Vocabulary.load(pair.target, VOCAB, model.config.eos_ids)
     config, width = model.config, projector.config.hidden_size
     spec = TargetSpec(
         model="tiny", vocab_size=config.vocab_size, max_model_len=256, slots=6, pages=200,
         page_size=8, max_nodes=256, max_prefill_rows=64, feature_width=width,
+        grammars=True,
     )  # fmt: skip
     cache = KVCache(
         layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         pages=200, page_size=8, dtype=torch.float32, feature_width=width,
         feature_dtype=torch.float32, device=device,
     )  # fmt: skip
-    fields = {"decode_rows": 64} | more
+    fields = {"decode_rows": 64, "vocabulary": vocabulary} | more
     return device_runner(model, projector, spec, cache, device=device, **fields)
 
 
@@ -101,3 +105,66 @@ def test_tokens_equal_the_plain_runner(
     if kind in ("oracle", "chain"):
         assert sum(request.accepted for request in requests) > 0
         assert max(request.verified for request in requests) > 1
+
+
+SCHEMA = """{"type": "object", "properties": {"the": {"type": "array", "maxItems": 3,
+ "items": {"enum": [true, 7]}}}, "required": ["the"], "additionalProperties": false,
+ "x-guidance": {"whitespace_flexible": false}}"""
+BOUND = [
+    ("schema", Grammar(GrammarKind.JSON_SCHEMA, SCHEMA), {}),
+    ("short", Grammar(GrammarKind.REGEX, "(the)+|a+"), {}),
+    ("nothing left", Grammar(GrammarKind.REGEX, "the|te"), {"min_tokens": 9}),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "grammar", "more"),
+    [
+        pytest.param(kind, *case, id=f"{kind}-{case[0]}", marks=marks)
+        for kind in ("plain", "oracle", "noise")
+        for case in BOUND
+        for marks in (() if (kind, case[0]) == ("oracle", "nothing left") else (GPU,),)
+    ],
+)
+def test_grammars_and_prompts_equal_the_plain_runner(
+    driver: Driver[DeviceRunner],
+    pair: Pair,
+    kind: str,
+    name: str,
+    grammar: Grammar,
+    more: dict[str, Any],
+) -> None:
+    sampling = SamplingParams(
+        temperature=0.9, seed=8, top_k=40, presence_penalty=0.4, banned_ids=frozenset({41, 70})
+    )
+    fields = {"sampling": sampling, "grammar": grammar, "stop": (EOS,), "count": 40} | more
+    reference, wanted = Driver(load(pair)), fresh()
+    want = {
+        id(request.prompt): output
+        for request, output in zip(
+            wanted, generate(reference, wanted, prompt_logprobs=3, **fields), strict=True
+        )
+    }
+    reference.engine.stop()
+    sources: dict[str, Trees] = {"oracle": oracle(want, misses=0.1), "noise": noise}
+    requests = fresh()
+    got = generate(
+        driver, requests, sources.get(kind), join_every=1, chunk=16, prompt_logprobs=3, **fields
+    )
+    assert got == list(want.values())
+    assert [request.finish for request in requests] == [request.finish for request in wanted]
+    if more:
+        assert {request.finish for request in requests} == {Finish.ERROR}
+    for request, other in zip(requests, wanted, strict=True):
+        assert len(request.prompt_logprobs) == len(request.prompt) - 1
+        for mine, its in zip(request.prompt_logprobs, other.prompt_logprobs, strict=True):
+            assert mine.logprob == pytest.approx(its.logprob, abs=1e-4)
+            assert [token for token, _ in mine.top] == [token for token, _ in its.top]
+            assert [p for _, p in mine.top] == pytest.approx([p for _, p in its.top], abs=1e-4)
+
+
+@pytest.mark.gpu
+def test_scoring_alone(driver: Driver[DeviceRunner], pair: Pair) -> None:
+    requests = fresh()
+    assert generate(driver, requests, count=0, prompt_logprobs=0, chunk=16) == [[]] * len(requests)
+    assert {request.finish for request in requests} == {Finish.LIMIT}
