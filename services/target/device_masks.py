@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +11,10 @@ from services.target.grammar import Matcher, Words, tree_masks
 from services.target.runner import DecodeEntry
 from slipstream.kernels.draw import RowMasks
 from slipstream.layers.staging import Upload
+from slipstream.tree import Tree
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor
 
 
 class HostMasks:
@@ -40,14 +45,19 @@ class HostMasks:
 
 
 def step_masks(
-    entries: Sequence[DecodeEntry], matchers: Sequence[Matcher | None], vocab_size: int
+    entries: Sequence[DecodeEntry],
+    matchers: Sequence[Matcher | None],
+    vocab_size: int,
+    pool: LLExecutor | None = None,
 ) -> dict[int, Words]:
     """By row of the step, at every node that the grammars of the entries let a walk reach."""
-    masks: dict[int, Words] = {}
-    first = 0
+    firsts: list[int] = []
+    requests: list[tuple[Matcher, Tree]] = []
+    row = 0
     for entry, matcher in zip(entries, matchers, strict=True):
         if matcher is not None:
-            found = tree_masks(matcher, entry.tree(vocab_size))
-            masks |= {first + node: mask for node, mask in found.items()}
-        first += entry.rows
-    return masks
+            firsts.append(row)
+            requests.append((matcher, entry.tree(vocab_size)))
+        row += entry.rows
+    found = zip(firsts, tree_masks(requests, pool), strict=True)
+    return {first + node: mask for first, masks in found for node, mask in masks.items()}

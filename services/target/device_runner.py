@@ -97,6 +97,7 @@ class DeviceRunner:
         self.spec = spec
         self._step, self._slots, self._cache, self._prefill = step, slots, cache, prefill
         self._vocabulary = vocabulary
+        self._pool = vocabulary.pool() if vocabulary is not None else None
         self._held: dict[int, _Held] = {}
         self._results = StepReadback(step.walks, step.draws, step.device)
         self._scores = ScoreReadback(step.scores, step.device)
@@ -221,7 +222,7 @@ class DeviceRunner:
                 step.verify(sum(rows), tree)
                 matchers = [h.matcher for h in held]
                 if any(matchers):
-                    masks = step_masks(part, matchers, self.spec.vocab_size)
+                    masks = step_masks(part, matchers, self.spec.vocab_size, self._pool)
                     step.masks.send(masks, sum(rows))
                 step.finish(sum(rows), tree, kind)
                 found = self._results.read(rows, [h.logprobs for h in held])

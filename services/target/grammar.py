@@ -21,7 +21,7 @@ from slipstream.grammar import Grammar, first_lines, limits, source
 from slipstream.tree import Tree
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +75,18 @@ class Vocabulary:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
         ends = self._end_ids | frozenset(stop_ids)
-        matcher = Matcher(compiled.deep_copy(), ends, bitmap(ends, self.vocab_size))
+        words = -(-self._tokenizer.vocab_size // 32)
+        matcher = Matcher(compiled.deep_copy(), ends, bitmap(ends, self.vocab_size), words)
         matcher.advance(output_ids)
         if matcher.failed:
             raise InvalidRequest(f"grammar: output_ids: {matcher.failed}", "grammar")
         return matcher
+
+    def pool(self) -> LLExecutor:
+        """Threads for the masks of many nodes, most of the cores there are."""
+        from llguidance import LLExecutor
+
+        return LLExecutor()
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher
@@ -95,21 +102,29 @@ class Matcher:
 
     Attributes:
         failed: why it can say no more; empty while it can. For good.
+        library: the library's matcher.
+        words: of a bitmap as the library makes it, no fewer than of the model's vocabulary.
     """
 
-    __slots__ = ("_ended", "_end_bits", "_ends", "_matcher", "failed")
+    __slots__ = ("_end_bits", "_ended", "_ends", "failed", "library", "words")
 
     def __init__(
-        self, matcher: LLMatcher, ends: frozenset[int], end_bits: Words, ended: bool = False
+        self, library: LLMatcher, ends: frozenset[int], end_bits: Words, words: int
     ) -> None:
-        self._matcher, self._ends, self._end_bits, self._ended = matcher, ends, end_bits, ended
+        self.library, self.words = library, words
+        self._ends, self._end_bits, self._ended = ends, end_bits, False
         self.failed = ""
 
     def fork(self) -> Matcher:
         """One that stands at the same place and goes its own way."""
-        twin = Matcher(self._matcher.deep_copy(), self._ends, self._end_bits, self._ended)
-        twin.failed = self.failed
+        twin = Matcher(self.library.deep_copy(), self._ends, self._end_bits, self.words)
+        twin.failed, twin._ended = self.failed, self._ended
         return twin
+
+    @property
+    def asks(self) -> bool:
+        """Whether the library has to say what may come next."""
+        return not self.failed and not self._ended
 
     def allowed(self) -> Words:
         """Bitmap of the tokens that may come next, bit v % 32 of word v // 32; none once failed.
@@ -121,24 +136,28 @@ class Matcher:
             return np.zeros_like(self._end_bits)
         if self._ended:
             return self._end_bits
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(self._end_bits)]
-        if self._matcher.is_error():
+        return self.completed(np.frombuffer(self.library.compute_bitmask(), np.int32))
+
+    def completed(self, bits: Words) -> Words:
+        """`allowed`, given the bitmap that the library made."""
+        if self.library.is_error():
             self._fail()
             return np.zeros_like(self._end_bits)
-        return bits | self._end_bits if self._matcher.is_accepting() else bits
+        bits = bits[: len(self._end_bits)]
+        return bits | self._end_bits if self.library.is_accepting() else bits
 
     def advance(self, tokens: Iterable[int]) -> None:
         """`tokens` come next; fails when the grammar does not allow them."""
         for token in tokens:
             if self.failed or self._ended:
                 return
-            if token in self._ends and self._matcher.is_accepting():
+            if token in self._ends and self.library.is_accepting():
                 self._ended = True
-            elif not self._matcher.consume_token(token):
+            elif not self.library.consume_token(token):
                 self._fail()
 
     def _fail(self) -> None:
-        self.failed = first_lines(self._matcher.get_error()) or "the grammar allows no more"
+        self.failed = first_lines(self.library.get_error()) or "the grammar allows no more"
         log.warning("a grammar failed: %s", self.failed)
 
 
@@ -158,26 +177,51 @@ def bitmap(ids: Collection[int], vocab_size: int) -> Words:
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def tree_masks(matcher: Matcher, tree: Tree) -> dict[int, Words]:
-    """What may be drawn at each node of `tree` that the grammar lets a walk reach.
+def tree_masks(
+    requests: Sequence[tuple[Matcher, Tree]], pool: LLExecutor | None = None
+) -> list[dict[int, Words]]:
+    """What may be drawn at each node of each tree that the grammar lets a walk reach.
 
-    The matcher stands at the anchor, node 0, and is left there.
+    A request's matcher stands at its anchor, node 0, and is left there. `pool` has threads for it.
     """
+    masks: list[dict[int, Words]] = [{} for _ in requests]
+    children = [_children(tree) for _, tree in requests]
+    level = [(which, 0, matcher.fork()) for which, (matcher, _) in enumerate(requests)]
+    while level:  # all nodes of one depth
+        following: list[tuple[int, int, Matcher]] = []
+        found = _all_allowed([here for _, _, here in level], pool)
+        for (which, node, here), mask in zip(level, found, strict=True):
+            masks[which][node] = mask
+            tokens = requests[which][1].tokens
+            reached = [child for child in children[which][node] if _has(mask, tokens[child])]
+            for index, child in enumerate(reached):
+                there = here if index == len(reached) - 1 else here.fork()
+                there.advance((tokens[child],))
+                following.append((which, child, there))
+        level = following
+    return masks
+
+
+def _children(tree: Tree) -> list[list[int]]:
     children: list[list[int]] = [[] for _ in tree.tokens]
     for node in range(1, len(tree)):
         children[tree.parents[node]].append(node)
-    masks: dict[int, Words] = {}
-    waiting = [(0, matcher.fork())]
-    while waiting:
-        node, here = waiting.pop()
-        masks[node] = mask = here.allowed()
-        reached = [child for child in children[node] if _has(mask, tree.tokens[child])]
-        for index, child in enumerate(reached):
-            last = index == len(reached) - 1
-            there = here if last else here.fork()
-            there.advance(tree.tokens[child : child + 1])
-            waiting.append((child, there))
-    return masks
+    return children
+
+
+def _all_allowed(matchers: Sequence[Matcher], pool: LLExecutor | None) -> list[Words]:
+    """`allowed` of each."""
+    asking = [matcher for matcher in matchers if matcher.asks]
+    if pool is None or len(asking) < 2:
+        return [matcher.allowed() for matcher in matchers]
+    from llguidance.numpy import fill_next_token_bitmask_par
+
+    bits = np.empty((len(asking), asking[0].words), np.int32)
+    fill_next_token_bitmask_par(
+        pool, [(matcher.library, place) for place, matcher in enumerate(asking)], bits
+    )
+    found = iter(bits)
+    return [m.completed(next(found)) if m.asks else m.allowed() for m in matchers]
 
 
 def _has(mask: Sequence[int] | Words, token: int) -> bool:

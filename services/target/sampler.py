@@ -105,7 +105,7 @@ class Verify:
     def begin(self) -> None:
         """Prepares a walk that draws as it goes."""
         self._drawn = [0] * len(self.tree)
-        self._matcher = self.sampler.matcher.fork() if self.sampler.matcher else None
+        self._matcher = self.sampler.matcher
         for node in range(len(self.tree) - 1, 0, -1):  # of equal siblings the first stays
             self._children[(self.tree.parents[node], self.tree.tokens[node])] = node
 
@@ -132,6 +132,8 @@ class Verify:
             return False
         self._path.append(child)
         if self._matcher is not None:
+            if node == 0:  # the committed one stays where it is
+                self._matcher = self._matcher.fork()
             self._matcher.advance((token,))
         return True
 

@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.target.server import SERVICE, TargetServer
 from slipstream import channels, wire
+from slipstream.grammar import Grammar, GrammarKind
 from slipstream.v1 import common_pb2 as pb
 from slipstream.v1 import target_pb2 as tpb
 from slipstream.v1 import target_pb2_grpc
@@ -127,6 +128,23 @@ async def test_a_request_from_hello_to_release() -> None:
         await gw.send(release=pb.Release(slot=0, epoch=1))
         await gw.plan(pb.STEP_KIND_DECODE)
         assert (await gw.read()).free_pages == 256
+
+
+async def test_prompts_are_scored_and_grammars_arrive() -> None:
+    runner = FakeTargetRunner(grammars=True)
+    grammar = pb.Grammar(kind=pb.GRAMMAR_KIND_REGEX, text="a+")
+    banned = pb.Sampling(banned_ids=[expected_output([5, 6, 7], 4, 1000)[0]])
+    async with serve_fake(runner) as server, gateway(server) as gw:
+        assert (await gw.hello()).grammars
+        done = await gw.prefill(0, [5, 6, 7], 3, prompt_logprobs=1)
+        (entry,) = done.entries
+        assert (list(entry.tokens), entry.finish) == ([], pb.FINISH_LIMIT)
+        assert [row.logprob for row in entry.prompt_logprobs] == [-6.0, -7.0]
+        assert [list(row.top_ids) for row in entry.prompt_logprobs] == [[6], [7]]
+        done = await gw.prefill(1, [5, 6, 7], 9, grammar=grammar, sampling=banned)
+        (entry,) = done.entries
+        assert not entry.prompt_logprobs and list(entry.tokens) != list(banned.banned_ids)
+        assert runner._slots[1].admit.grammar == Grammar(GrammarKind.REGEX, "a+")
 
 
 async def test_rejections_name_command_step_and_session() -> None:

@@ -219,7 +219,13 @@ def test_masks_of_a_tree_are_those_of_its_paths(vocabulary: Vocabulary, text: To
             tree.tokens.append(token)
             tree.parents.append(parent)
             tree.depths.append(tree.depths[parent] + 1)
-        masks = tree_masks(matcher, tree)
+        masks = tree_masks([(matcher, tree)])[0]
+        other = vocabulary.matcher(GRAMMARS["regex"], (EOS,))
+        other.advance(ids(other.allowed())[:1])
+        pooled = tree_masks([(matcher, tree), (other, Tree([0], [-1], [0]))], vocabulary.pool())
+        assert [{n: ids(m) for n, m in found.items()} for found in pooled] == [
+            {n: ids(m) for n, m in masks.items()}, {0: ids(other.allowed())}
+        ]  # fmt: skip
         for node in range(len(tree)):
             path = [tree.tokens[n] for n in tree.path(node)[1:]]
             here, possible = vocabulary.matcher(grammar, (EOS,)), True
