@@ -26,7 +26,7 @@ from gateway.settings import GatewaySettings
 from gateway.tokenizer import Tokenizer
 from tests.contract.test_cell_contract import Cell
 from tests.fakes.draft import FakeDraftRunner
-from tests.fakes.front import folded
+from tests.fakes.front import both
 from tests.fakes.target import FakeTargetRunner, expected_output
 from tests.tiny import EOS, make_tokenizer
 
@@ -117,16 +117,12 @@ async def check(http: httpx.AsyncClient, tokenizer: Tokenizer, prompt: list[int]
     text, ids, reason = plain(prompt, e, tokenizer)
     body = {"prompt": prompt, "logprobs": 1, "return_token_ids": True, "temperature": 0}
     body |= e.body() | {"speculative": {"stats": True}}
-    response = await http.post("/v1/completions", json=body)
-    whole = response.json()
+    whole = await both(http, "/v1/completions", body)
     (choice,) = whole["choices"]
     told = (choice["text"], choice["token_ids"], choice["finish_reason"])
     assert told == (text, ids, reason), (prompt, e)
     assert choice["logprobs"]["token_logprobs"] == [-float(token) for token in ids]
     assert whole["usage"]["completion_tokens"] == len(ids)
-    usage = {"stream": True, "stream_options": {"include_usage": True}}
-    stream = folded((await http.post("/v1/completions", json=body | usage)).text)
-    assert stream == {name: whole[name] for name in ("choices", "usage")}, (prompt, e)
     return 1 + max(whole["speculative"]["accepted"], default=0)
 
 
@@ -220,3 +216,24 @@ async def test_bad_words_are_not_said(tmp_path: Path, cell: Cell) -> None:
         body |= {"bad_words": [vocabulary.name(banned)]}
         bound = (await http.post("/v1/completions", json=body)).json()["choices"][0]["token_ids"]
         assert banned not in bound and bound != free
+
+
+@pytest.mark.parametrize("length", [1, 2, 255, 256, 257, 500])
+@pytest.mark.parametrize("limit", [0, 5])
+async def test_a_prompt_is_scored_across_its_chunks(
+    tmp_path: Path, cell: Cell, length: int, limit: int
+) -> None:
+    make_tokenizer(tmp_path, VOCAB)
+    prompt = [random.Random(length).randrange(4, VOCAB) for _ in range(length)]
+    body = {"prompt": [prompt, prompt[::-1]], "max_tokens": limit, "n": 2, "ignore_eos": True}
+    async with front(tmp_path, cell) as (_, http):
+        asked = body | {"echo": True, "logprobs": 1, "temperature": 0}
+        whole = await both(http, "/v1/completions", asked)
+        assert len(whole["choices"]) == 4
+        for choice in whole["choices"]:
+            ids = body["prompt"][choice["index"] // 2]
+            output = expected_output(ids, length + limit, VOCAB)
+            scores = choice["logprobs"]["token_logprobs"]
+            assert scores == [None, *(-float(token) for token in [*ids[1:], *output])]
+        assert whole["usage"]["prompt_tokens"] == 2 * length
+        assert whole["usage"]["completion_tokens"] == 4 * limit

@@ -138,7 +138,7 @@ async def test_the_default_limits(tmp_path: Path) -> None:
         assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
         assert "maximum context length is 100 tokens" in error["message"]
         body = {"prompt": [5] * 100, "echo": True, "max_tokens": 0, "logprobs": 1}
-        whole = await both(s, "/v1/completions", body)
+        whole = await both(s.http, "/v1/completions", body)
         assert whole["usage"]["total_tokens"] == 100
         body = {"prompt": [5], "max_tokens": 0}
         assert (await s.http.post("/v1/completions", json=body)).status_code == 400
@@ -149,14 +149,14 @@ async def test_special_tokens_are_shown_when_asked_for(tmp_path: Path) -> None:
         return [70, 1, 71, 3, 2]
 
     async with stage(tmp_path, script=script) as s:
-        (usual,) = (await both(s, "/v1/completions", PROMPT))["choices"]
+        (usual,) = (await both(s.http, "/v1/completions", PROMPT))["choices"]
         body = PROMPT | {"skip_special_tokens": False, "logprobs": 0}
-        (shown,) = (await both(s, "/v1/completions", body))["choices"]
+        (shown,) = (await both(s.http, "/v1/completions", body))["choices"]
         assert usual["text"] == s.tokenizer.decode([70, 71])
         assert shown["text"] == s.tokenizer.literal.decode([70, 1, 71, 3])
         assert "<|im_start|>" in shown["text"] and "<|im_end|>" not in shown["text"]
         body |= {"include_stop_str_in_output": True}
-        (kept,) = (await both(s, "/v1/completions", body))["choices"]
+        (kept,) = (await both(s.http, "/v1/completions", body))["choices"]
         assert kept["text"] == shown["text"] + "<|im_end|>"
 
 

@@ -32,7 +32,7 @@ def name(s: Stage, token: int) -> str:
 @pytest.mark.parametrize("per_step", [1, 4])
 async def test_completions(tmp_path: Path, wanted: int, per_step: int) -> None:
     async with stage(tmp_path, TEXT, per_step=per_step) as s:
-        whole = await both(s, "/v1/completions", PROMPT | {"logprobs": wanted})
+        whole = await both(s.http, "/v1/completions", PROMPT | {"logprobs": wanted})
         (choice,) = whole["choices"]
         found, output = choice["logprobs"], said(s.tokenizer, TEXT)
         prompt = said(s.tokenizer, "once", end=False)
@@ -68,7 +68,7 @@ async def test_echo(
         body = {"prompt": prompt, "echo": True, "max_tokens": limit, "return_token_ids": True}
         if wanted is not None:
             body["logprobs"] = wanted
-        whole = await both(s, "/v1/completions", body)
+        whole = await both(s.http, "/v1/completions", body)
         (choice,) = whole["choices"]
         ids = said(s.tokenizer, prompt, end=False) if isinstance(prompt, str) else prompt
         output = said(s.tokenizer, TEXT)[:limit]
@@ -111,13 +111,13 @@ async def test_chat(tmp_path: Path, wanted: int) -> None:
             assert entry["token"] == name(s, token)
             assert not wanted or own in entry["top_logprobs"]
             assert len(entry["top_logprobs"]) in ((0,) if not wanted else (wanted, wanted + 1))
-        await both(s, "/v1/chat/completions", body)
+        await both(s.http, "/v1/chat/completions", body)
 
 
 async def test_tokens_by_their_ids(tmp_path: Path) -> None:
     async with stage(tmp_path, "abc", end=False) as s:
         body = PROMPT | {"logprobs": 1, "return_tokens_as_token_ids": True, "max_tokens": 3}
-        (choice,) = (await both(s, "/v1/completions", body))["choices"]
+        (choice,) = (await both(s.http, "/v1/completions", body))["choices"]
         ids = said(s.tokenizer, "abc", end=False)
         assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids]
 
@@ -140,7 +140,7 @@ async def test_prompt_logprobs_without_echo(tmp_path: Path, path: str) -> None:
 async def test_several_prompts_and_choices(tmp_path: Path) -> None:
     async with stage(tmp_path, TEXT) as s:
         body = {"prompt": ["one", "and two"], "n": 2, "echo": True, "logprobs": 1, "max_tokens": 5}
-        whole = await both(s, "/v1/completions", body | {"seed": 3})
+        whole = await both(s.http, "/v1/completions", body | {"seed": 3})
         assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
         starts = [choice["text"][:3] for choice in whole["choices"]]
         assert starts == ["one", "one", "and", "and"]

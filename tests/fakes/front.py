@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,14 +63,23 @@ async def stage(
     max_model_len: int = 512,
     served_names: Sequence[str] = (),
     recommended: bool = True,
+    settings: Mapping[str, Any] | None = None,
     **options: object,
 ) -> AsyncIterator[Stage]:
-    """Both doors on free ports; every request is answered with `text` unless there is a script."""
+    """Both doors on free ports; every request is answered with `text` unless there is a script.
+
+    `settings` are of the gateway, `options` of the scheduler.
+    """
     if not (folder / "tokenizer.json").exists():
         make_tokenizer(folder)
     checkpoint = Checkpoint.load(folder, recommended=recommended)
     tokenizer = checkpoint.tokenizer
-    settings = GatewaySettings(target="127.0.0.1:1", port=0, served_model_name=list(served_names))
+    wanted = GatewaySettings(
+        target="127.0.0.1:1",
+        port=0,
+        served_model_name=list(served_names),
+        **(settings or {}),
+    )
 
     def make(deliver: Deliver) -> FakeScheduler:
         return FakeScheduler(
@@ -80,7 +89,7 @@ async def stage(
             **options,  # type: ignore[arg-type]
         )
 
-    front = Front(settings, checkpoint, make)
+    front = Front(wanted, checkpoint, make)
     await front.start()
     try:
         async with httpx.AsyncClient(base_url=f"http://{front.http}", trust_env=False) as http:
@@ -125,14 +134,14 @@ def _joined(before: Any, value: Any) -> Any:
     return before + value
 
 
-async def both(s: Stage, path: str, body: dict[str, Any]) -> dict[str, Any]:
+async def both(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The whole answer, which is checked against the one that is streamed."""
-    response = await s.http.post(path, json=body)
+    response = await http.post(path, json=body)
     assert response.status_code == 200, response.text
     whole = response.json()
     usage = {"stream": True, "stream_options": {"include_usage": True}}
-    stream = folded((await s.http.post(path, json=body | usage)).text)
-    assert stream == {name: whole[name] for name in ("choices", "usage")}
+    stream = folded((await http.post(path, json=body | usage)).text)
+    assert stream == {name: whole[name] for name in ("choices", "usage")}, body
     return whole
 
 
