@@ -32,6 +32,7 @@ from tests.unit.target_model_rig import (
 )
 
 SAMPLED = SamplingParams(temperature=0.9, seed=7, top_p=0.95, presence_penalty=0.4)
+FEW = slice(None) if torch.cuda.is_available() else slice(0, 4, 3)  # of the rig's prompts
 SHORT = 24 if torch.cuda.is_available() else 4  # tokens of a request
 
 
@@ -138,7 +139,7 @@ def test_grammars_and_prompts_equal_the_plain_runner(
         temperature=0.9, seed=8, top_k=40, presence_penalty=0.4, banned_ids=frozenset({41, 70})
     )
     fields = {"sampling": sampling, "grammar": grammar, "stop": (EOS,), "count": 40} | more
-    reference, wanted = Driver(load(pair)), fresh()
+    reference, wanted = Driver(load(pair)), fresh()[FEW]
     want = {
         id(request.prompt): output
         for request, output in zip(
@@ -147,7 +148,7 @@ def test_grammars_and_prompts_equal_the_plain_runner(
     }
     reference.engine.stop()
     sources: dict[str, Trees] = {"oracle": oracle(want, misses=0.1), "noise": noise}
-    requests = fresh()
+    requests = fresh()[FEW]
     got = generate(
         driver, requests, sources.get(kind), join_every=1, chunk=16, prompt_logprobs=3, **fields
     )
