@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from gateway.chat.answer import parser_of
 from gateway.generation import Choice, Delta, Generation
 from gateway.openai import AnswerShape, describe_error, stats_body, usage_body
 
@@ -44,7 +45,9 @@ class Frames:
         self._before = [before for before, _ in around]
         self._after = around[0][1] + b'"logprobs":null,"finish_reason":'
         self._plain = self._after + b"null}" + self._tail + b"}\n\n"
-        self.encode = self._encode_plain if shape.plain else self._encode_rich
+        self._parsers = [parser_of(generation.wishes.form) for _ in generation.choices]
+        plain = shape.plain and generation.wishes.form.plain
+        self.encode = self._encode_plain if plain else self._encode_rich
 
     def _around(self, index: int) -> tuple[bytes, bytes]:
         start = self._head + b'{"index":%d,' % index
@@ -88,9 +91,12 @@ class Frames:
         """The events of `deltas`, each with all that its tokens are to say."""
         frames: list[bytes] = []
         for choice, piece in deltas:
-            entry = orjson.dumps(self._shape.entry(choice, piece, streamed=True))
+            parser = self._parsers[choice.index]
+            entry = self._shape.entry(choice, piece, parser, streamed=True)
+            if self._shape.plain and piece.finish is None and not entry["delta"]:
+                continue  # nothing is certain yet
             end = self._stats(choice) if piece.finish is not None else b""
-            frames += (self._head, entry, self._tail, end, b"}\n\n")
+            frames += (self._head, orjson.dumps(entry), self._tail, end, b"}\n\n")
         return b"".join(frames)
 
     def _stats(self, choice: Choice) -> bytes:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from gateway.chat.answer import PLAIN, AnswerFormat
 from gateway.logprobs import prompt_rows
 from gateway.metrics import FrontMetrics
 from gateway.request import Chunk, TokenLogprob
@@ -72,12 +73,14 @@ class Wishes:
         echo: answers begin with the prompt.
         scored: a row of log-probability for every token shown.
         stop_ids: tokens that are told as what ended an answer.
+        form: how a chat's answers are taken apart.
     """
 
     stats: bool = False
     echo: bool = False
     scored: bool = False
     stop_ids: frozenset[int] = frozenset()
+    form: AnswerFormat = PLAIN
 
 
 class Choice:

@@ -85,6 +85,7 @@ def _structured_outputs(param: str, value: object) -> Constraint | None:
         "regex": _regex,
         "choice": _choice,
         "json_object": _json_object,
+        "grammar": _lark,
     }
     given = [name for name, item in value.items() if item is not None]
     for name in given:
@@ -122,6 +123,12 @@ def _regex(param: str, value: object) -> Constraint:
     return Constraint(Grammar(GrammarKind.REGEX, value), param)
 
 
+def _lark(param: str, value: object) -> Constraint:
+    if not isinstance(value, str) or not value:
+        raise refuse(param, "must be a grammar in Lark", value)
+    return Constraint(Grammar(GrammarKind.LARK, value), param)
+
+
 def _choice(param: str, value: object) -> Constraint | None:
     if value == []:
         return None
@@ -145,6 +152,7 @@ _READERS: Mapping[str, Callable[[str, object], Constraint | None]] = {
     "guided_json": _json,
     "guided_regex": _regex,
     "guided_choice": _choice,
+    "guided_grammar": _lark,
 }
 
 FIELDS = tuple(_READERS)
@@ -171,6 +179,16 @@ class Bound:
     thinking: Thinking = Thinking.CLOSED
 
     @property
+    def thinks(self) -> bool:
+        """Whether a thinking part may come first."""
+        return self.think is not None and self.thinking is not Thinking.CLOSED
+
+    @property
+    def alone(self) -> bool:
+        """Whether the content is all of the answer."""
+        return not self.thinks and not (self.form is not None and self.forced)
+
+    @property
     def param(self) -> str:
         """The field to name when it cannot be had."""
         return self.content.param if self.content is not None else "tools"
@@ -183,8 +201,12 @@ class Bound:
         calls = self.form is not None and bool(self.forced)
         if self.content is None and not calls:
             return None
-        thinks = self.think is not None and self.thinking is not Thinking.CLOSED
-        if self.content is not None and not calls and not thinks:
+        if self.content is not None and not self.alone:
+            if self.content.grammar.kind is GrammarKind.LARK:
+                name = self.content.param
+                raise InvalidRequest(f"{name}: does not go with tools or thinking", name)
+        thinks = self.thinks
+        if self.content is not None and self.alone:
             return self.content.grammar
         rules = self._think_rules(token) if thinks else []
         parts = []

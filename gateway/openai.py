@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gateway.chat.answer import AnswerParser, parser_of
 from gateway.generation import Choice, Generation, SpeculativeStats, Usage
 from gateway.logprobs import LogprobShape
 from gateway.stream import Piece
@@ -79,11 +80,19 @@ class AnswerShape:
         """Whether a choice is a message."""
         return self.kind == "chat"
 
-    def entry(self, choice: Choice, piece: Piece, *, streamed: bool) -> dict[str, Any]:
-        """What `piece` adds to the choice, or, if it is all of it, the choice."""
+    def entry(
+        self, choice: Choice, piece: Piece, parser: AnswerParser | None, *, streamed: bool
+    ) -> dict[str, Any]:
+        """What `piece` adds to the choice, or, if it is all of it, the choice.
+
+        `parser` takes the choice's text apart; None leaves it whole.
+        """
         entry: dict[str, Any] = {"index": choice.index}
         if not self.chat:
             entry["text"] = piece.text
+        elif parser is not None:
+            said = parser.feed(piece.text, last=piece.finish is not None)
+            entry |= {"delta": said.body()} if streamed else {"message": said.message()}
         elif streamed:
             entry["delta"] = {"content": piece.text}
         else:
@@ -94,7 +103,7 @@ class AnswerShape:
         else:
             write = logprobs.chat if self.chat else logprobs.completion
             entry["logprobs"] = write(piece.scored)
-        entry["finish_reason"] = piece.finish
+        entry["finish_reason"] = piece.finish if parser is None else parser.finish(piece.finish)
         if choice.stop is not None and piece.finish is not None:
             entry["stop_reason"] = choice.stop
         if self.token_ids:
@@ -111,7 +120,7 @@ def response_body(
 
     Of several choices each carries its own `speculative`; the one of the body is for all of them.
     """
-    stats = generation.wishes.stats
+    stats, form = generation.wishes.stats, generation.wishes.form
     body: dict[str, Any] = {
         "id": generation.id,
         "object": _OBJECTS[shape.kind],
@@ -120,7 +129,7 @@ def response_body(
     }
     choices = []
     for choice, piece in zip(generation.choices, pieces, strict=True):
-        entry = shape.entry(choice, piece, streamed=False)
+        entry = shape.entry(choice, piece, parser_of(form), streamed=False)
         if stats and len(generation.choices) > 1:
             entry["speculative"] = stats_body(choice.stats)
         if shape.prompt_logprobs is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
+from gateway.chat.answer import AnswerFormat
 from gateway.checkpoint import Checkpoint
 from gateway.defaults import SamplingDefaults
 from gateway.fields import refuse
@@ -77,11 +78,18 @@ def choice_params(
 
 
 def text_stream(
-    body: GenerateBody, tokenizer: Tokenizer, stops: StopStrings | None, offset: int
+    body: GenerateBody,
+    tokenizer: Tokenizer,
+    stops: StopStrings | None,
+    offset: int,
+    marks: Collection[str] = (),
 ) -> TextStream:
-    """The text of one choice that begins after `offset` characters."""
+    """The text of one choice that begins after `offset` characters.
+
+    `marks` are shown even where they are special tokens.
+    """
     return TextStream(
-        decoder_of(body, tokenizer),
+        decoder_of(body, tokenizer, marks),
         stops,
         body.min_tokens,
         keep_stop=body.include_stop_str_in_output,
@@ -90,9 +98,12 @@ def text_stream(
     )
 
 
-def decoder_of(body: GenerateBody, tokenizer: Tokenizer) -> Decoder:
-    """Shows special tokens, or does not, as the client wishes."""
-    return tokenizer if body.skip_special_tokens else tokenizer.literal
+def decoder_of(body: GenerateBody, tokenizer: Tokenizer, marks: Collection[str] = ()) -> Decoder:
+    """Shows special tokens, or does not, as the client wishes; those in `marks` always."""
+    if not body.skip_special_tokens:
+        return tokenizer.literal
+    ids = {token for mark in marks if (token := tokenizer.token_id(mark)) is not None}
+    return tokenizer.showing({token for token in ids if tokenizer.is_silent(token)})
 
 
 async def shown_prompt(
@@ -139,13 +150,14 @@ def banned_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[int]:
     return sorted(set(found))
 
 
-def wishes_of(body: GenerateBody, eos_ids: frozenset[int]) -> Wishes:
+def wishes_of(body: GenerateBody, eos_ids: frozenset[int], form: AnswerFormat) -> Wishes:
     """What the client wants beside the text."""
     return Wishes(
         stats=body.speculative.stats,
         echo=body.echoes,
         scored=body.scores is not None,
         stop_ids=frozenset(body.stop_token_ids) - (frozenset() if body.ignore_eos else eos_ids),
+        form=form,
     )
 
 

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from gateway import fields
 from gateway.chat.messages import conversation
+from gateway.chat.tools import Choice, Named, chosen, declarations
 from gateway.fields import Neutral, Prompt, neutral, refuse, show
 from gateway.request import MAX_LOGPROBS
 from gateway.template import RESERVED
@@ -32,12 +33,7 @@ _UNSUPPORTED: Mapping[str, Neutral] = {
     "length_penalty": neutral(1),
     "early_stopping": neutral(False),
     "use_beam_search": neutral(False),
-    "response_format": neutral({"type": "text"}),
-    "structured_outputs": neutral(),
-    "guided_json": neutral(),
-    "guided_regex": neutral(),
-    "guided_choice": neutral([]),
-    "guided_grammar": neutral(),
+    "guided_whitespace_pattern": neutral(),
     "allowed_token_ids": neutral([]),
     "truncate_prompt_tokens": neutral(),
     "spaces_between_special_tokens": neutral(True),
@@ -49,8 +45,6 @@ _UNSUPPORTED_CHAT: Mapping[str, Neutral] = {
     **_UNSUPPORTED,
     "echo": neutral(False),
     "suffix": neutral(""),
-    "tools": neutral([]),
-    "tool_choice": neutral("none", "auto"),
     "functions": neutral([]),
     "function_call": neutral("none", "auto"),
     "modalities": neutral(["text"]),
@@ -60,13 +54,12 @@ _UNSUPPORTED_CHAT: Mapping[str, Neutral] = {
     "verbosity": neutral("medium"),
     "chat_template": neutral(),
     "documents": neutral([]),
-    "continue_final_message": neutral(False),
 }
 
 _WITHOUT_EFFECT = frozenset(
     {
+        "guided_decoding_backend",
         "metadata",
-        "parallel_tool_calls",
         "prediction",
         "priority",
         "prompt_cache_key",
@@ -155,6 +148,12 @@ class GenerateBody(_Body):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = Field(None, description="a JSON schema, an object or its text")
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = Field(None, description="in llguidance's dialect of Lark")
     user: str | None = None
     speculative: Speculative = Speculative()
 
@@ -254,7 +253,18 @@ class ChatBody(GenerateBody):
     ]
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
-    add_generation_prompt: bool = True
+    tools: Annotated[
+        list[dict[str, Any]],
+        PlainValidator(declarations, json_schema_input_type=list[dict[str, Any]]),
+    ] = Field(default_factory=list)
+    tool_choice: Annotated[
+        Choice | Named, PlainValidator(chosen, json_schema_input_type=str | dict[str, Any])
+    ] = Field("auto")
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool | None = Field(
+        None, description="default: true unless continue_final_message"
+    )
+    continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
@@ -262,6 +272,9 @@ class ChatBody(GenerateBody):
     def _possible(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
             raise refuse("top_logprobs", "only allowed with logprobs true", self.top_logprobs)
+        if self.continue_final_message and self.add_generation_prompt:
+            wanted = "not allowed with add_generation_prompt true"
+            raise refuse("continue_final_message", wanted, True)
         for name in self.chat_template_kwargs:
             if name in RESERVED:
                 raise refuse(
@@ -270,6 +283,12 @@ class ChatBody(GenerateBody):
                     self.chat_template_kwargs[name],
                 )
         return self
+
+    @property
+    def opens_answer(self) -> bool:
+        """Whether the prompt ends where an answer begins."""
+        wanted = self.add_generation_prompt
+        return not self.continue_final_message if wanted is None else wanted
 
     @property
     def scores(self) -> int | None:

@@ -94,7 +94,12 @@ class Front:
         metrics = FrontMetrics()
         self.scheduler = make_scheduler(bridge.deliver)
         self.service = Service(
-            self.scheduler, bridge, checkpoint, metrics, settings.served_model_name
+            self.scheduler,
+            bridge,
+            checkpoint,
+            metrics,
+            settings.served_model_name,
+            settings.chat(),
         )
         collectors = (*metrics.collectors(), SchedulerMetrics(self.scheduler.snapshot))
         self._rest = RestServer(
@@ -169,6 +174,7 @@ class Front:
         if self._rest_task is not None:
             await self._rest_task
         await asyncio.to_thread(self.scheduler.stop, 0.0)
+        self.service.close()
         self._tokenizer.close()
 
 

@@ -10,9 +10,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
+from gateway.chat.answer import PLAIN, AnswerFormat
 from gateway.checkpoint import Checkpoint
+from gateway.dialogue import NO_OPTIONS, ChatOptions, Dialogue, Question, bound_text
 from gateway.fields import refuse
 from gateway.generation import Bridge, Generation, ShownPrompt
+from gateway.grammar import Checker
 from gateway.metrics import FrontMetrics
 from gateway.openai import AnswerShape, Kind
 from gateway.prepare import (
@@ -41,6 +44,7 @@ from slipstream.errors import (
     NotFound,
     PeerLost,
 )
+from slipstream.grammar import Grammar
 
 log = logging.getLogger(__name__)
 
@@ -80,10 +84,15 @@ class Service:
         checkpoint: Checkpoint,
         metrics: FrontMetrics,
         served_names: Sequence[str] = (),
+        chat: ChatOptions = NO_OPTIONS,
     ) -> None:
+        """Raises ConfigError naming an option of `chat` that cannot be had."""
         self._scheduler = scheduler
         self._bridge = bridge
         self._served_names = tuple(served_names)
+        template = checkpoint.template
+        self._dialogue = None if template is None else Dialogue(template, chat)
+        self._checker = Checker()
         self.checkpoint = checkpoint
         self.metrics = metrics
         self.draining = False
@@ -149,26 +158,27 @@ class Service:
             await shown_prompt(body, prompt, texts[index] if texts else None, tokenizer)
             for index, prompt in enumerate(ids)
         ]
-        return self._start(f"cmpl-{uuid.uuid4().hex}", model, body, prompts)
+        grammar = await self._checker.admit(bound_text(body), tokenizer.token_id)
+        return self._start(f"cmpl-{uuid.uuid4().hex}", model, body, prompts, grammar)
 
     async def chat(self, body: ChatBody) -> Generation:
         """Starts an answer to a conversation. Raises as `completion`."""
         model = self.named(body.model)
-        ids = await self.chat_ids(body)
+        asked = self._ask(body)
+        grammar = await self._checker.admit(asked.bound, self.checkpoint.tokenizer.token_id)
+        prompts = [ShownPrompt(await self._chat_ids(body, asked))]
+        name = f"chatcmpl-{uuid.uuid4().hex}"
         with _prompt_is("messages"):
-            return self._start(f"chatcmpl-{uuid.uuid4().hex}", model, body, [ShownPrompt(ids)])
+            return self._start(name, model, body, prompts, grammar, asked.form)
 
-    async def chat_ids(self, body: ChatBody) -> list[int]:
-        """The prompt of a conversation. Raises InvalidRequest naming `messages`."""
-        if self.checkpoint.template is None:
+    def _ask(self, body: ChatBody) -> Question:
+        if self._dialogue is None:
             raise InvalidRequest("messages: the model has no chat template", "messages")
-        text = self.checkpoint.template.render(
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-            variables=body.chat_template_kwargs,
-        )
+        return self._dialogue.read(body)
+
+    async def _chat_ids(self, body: ChatBody, asked: Question) -> list[int]:
         special = body.add_special_tokens
-        (ids,) = await self.checkpoint.tokenizer.encode([text], special=special)
+        (ids,) = await self.checkpoint.tokenizer.encode([asked.prompt], special=special)
         return ids
 
     async def tokenize(self, body: TokenizeBody | TokenizeChatBody) -> dict[str, Any]:
@@ -176,7 +186,7 @@ class Service:
         self.named(body.model)
         tokenizer = self.checkpoint.tokenizer
         if isinstance(body, TokenizeChatBody):
-            ids = await self.chat_ids(body)
+            ids = await self._chat_ids(body, self._ask(body))
         else:
             (ids,) = await tokenizer.encode([body.prompt], special=body.add_special_tokens)
         names = [tokenizer.vocabulary.name(token) for token in ids]
@@ -197,7 +207,13 @@ class Service:
         return {"prompt": self.checkpoint.tokenizer.literal.decode(body.tokens)}
 
     def _start(
-        self, name: str, model: str, body: GenerateBody, prompts: Sequence[ShownPrompt]
+        self,
+        name: str,
+        model: str,
+        body: GenerateBody,
+        prompts: Sequence[ShownPrompt],
+        grammar: Grammar | None,
+        form: AnswerFormat = PLAIN,
     ) -> Generation:
         info, tokenizer = self.info(), self.checkpoint.tokenizer
         eos_ids = end_ids(info, tokenizer)
@@ -208,7 +224,7 @@ class Service:
             self._bridge,
             self._scheduler.cancel,
             self.metrics,
-            wishes=wishes_of(body, eos_ids),
+            wishes=wishes_of(body, eos_ids, form),
             done=self._forget,
         )
         stops = StopStrings(body.stop) if body.stop else None
@@ -217,11 +233,17 @@ class Service:
         try:
             for prompt in prompts:
                 params = choice_params(
-                    body, prompt.ids, info, defaults=defaults, eos_ids=eos_ids, banned=banned
+                    body,
+                    prompt.ids,
+                    info,
+                    defaults=defaults,
+                    eos_ids=eos_ids,
+                    banned=banned,
+                    grammar=grammar,
                 )
                 for choice in range(body.n):
                     generation.add(
-                        text_stream(body, tokenizer, stops, len(prompt.text)),
+                        text_stream(body, tokenizer, stops, len(prompt.text), form.marks),
                         prompt,
                         partial(self._submit, params, choice),
                     )
@@ -240,6 +262,10 @@ class Service:
         self._active.discard(generation)
         if not self._active:
             self._idle.set()
+
+    def close(self) -> None:
+        """Ends its worker threads once their present work is done."""
+        self._checker.close()
 
     async def drain(self, seconds: float) -> bool:
         """Takes nothing new and waits for what runs; what is left after `seconds` is ended.

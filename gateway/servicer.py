@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ from gateway.schemas import CompletionBody, validate
 from gateway.service import Service
 from gateway.stream import Piece
 from slipstream.errors import InvalidRequest, SlipstreamError, describe
+from slipstream.grammar import Grammar, GrammarKind
 from slipstream.v1 import gateway_pb2 as pb
 from slipstream.v1 import gateway_pb2_grpc as rpc
 
@@ -72,8 +74,30 @@ def decode(request: pb.GenerateRequest) -> CompletionBody:
         data[name] = list(getattr(request, name))
     data["logit_bias"] = dict(request.logit_bias)
     wanted = request.speculative
+    if request.HasField("grammar"):
+        data |= _binding(Grammar.from_proto(request.grammar))
     data["speculative"] = {field.name: value for field, value in wanted.ListFields()}
     return validate(CompletionBody, data)
+
+
+def _binding(grammar: Grammar) -> dict[str, Any]:
+    """REST's field that says the same."""
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            return {"response_format": {"type": "json_object"}}
+        case GrammarKind.JSON_SCHEMA:
+            return {"guided_json": grammar.text}
+        case GrammarKind.REGEX:
+            return {"guided_regex": grammar.text}
+        case GrammarKind.LARK:
+            return {"guided_grammar": grammar.text}
+        case GrammarKind.CHOICE:
+            try:
+                return {"guided_choice": json.loads(grammar.text)}
+            except (ValueError, RecursionError) as error:
+                message = f"grammar.text: must be a JSON array of strings ({error})"
+                raise InvalidRequest(message, "grammar.text") from error
+    raise InvalidRequest("grammar.kind: of no kind that is known", "grammar.kind")
 
 
 def encode(body: CompletionBody, generation: Generation, delta: Delta) -> pb.GenerateResponse:

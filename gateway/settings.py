@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import NoDecode, SettingsConfigDict
 
+from gateway.chat.formats import ReasoningParserName, ToolParserName
+from gateway.dialogue import ChatOptions
 from slipstream.settings import ProcessSettings
 
 PingPongMode = Literal["auto", "on", "off"]
@@ -55,6 +58,16 @@ class GatewaySettings(ProcessSettings):
         default="model",
         description="sampling that requests leave open: the model's generation_config.json's, or"
         " none",
+    )
+    tool_parser: ToolParserName = Field(
+        default="auto", description="how tool calls are written; auto: as the chat template shows"
+    )
+    reasoning_parser: ReasoningParserName = Field(
+        default="auto", description="the thinking part to split off; auto: as the template shows"
+    )
+    chat_template_kwargs: Annotated[dict[str, Any], NoDecode] = Field(
+        default_factory=dict,
+        description="JSON object of variables for the chat template; a request's own win",
     )
     max_queue: int = Field(
         default=256, ge=1, description="requests that may wait beyond those in slots"
@@ -111,6 +124,15 @@ class GatewaySettings(ProcessSettings):
         if not all(value) or len(set(value)) != len(value):
             raise ValueError("must be different names, none of them empty")
         return value
+
+    @field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _is_object(cls, value: object) -> object:
+        return json.loads(value) if isinstance(value, str) else value
+
+    def chat(self) -> ChatOptions:
+        """What is said of chats."""
+        return ChatOptions(self.tool_parser, self.reasoning_parser, self.chat_template_kwargs)
 
     def scheduler(self) -> SchedulerSettings:
         """The scheduler's part, with what is derived resolved."""

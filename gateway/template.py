@@ -28,8 +28,15 @@ RESERVED = frozenset(
 """Template variables that a request's own variables may not replace."""
 
 
+_END = "\x03\ue000"  # stands behind the text that an answer goes on from
+
+
 class ChatTemplate:
-    """A compiled template and the special tokens it may name."""
+    """A compiled template and the special tokens it may name.
+
+    Attributes:
+        source: the template as the checkpoint has it.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises ConfigError when `source` does not parse."""
@@ -38,6 +45,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ConfigError(f"chat template: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self.source = source
 
     @classmethod
     def load(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -68,17 +76,34 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt. `variables` are the request's own, such as a switch for thinking.
 
-        Raises InvalidRequest naming `messages` when the template refuses them.
+        With `continue_final_message` it ends where the text of the last message does. Raises
+        InvalidRequest naming `messages` when the template refuses them.
         """
         values = {**self._special_tokens, **(variables or {})}
-        values.update(messages=messages, add_generation_prompt=add_generation_prompt)
-        values.update(tools=None, documents=None)
+        values.update(add_generation_prompt=add_generation_prompt)
+        values.update(tools=list(tools) or None, documents=None)
+        if not continue_final_message:
+            return self._render(values, messages)
+        *before, last = messages
+        marked = {**last, "content": f"{last['content']}{_END} "}
+        text, mark, rest = self._render(values, [*before, marked]).rpartition(_END)
+        if not mark:
+            raise InvalidRequest(
+                "continue_final_message: the model's chat template does not show the last message",
+                "continue_final_message",
+            )
+        # A template that strips its messages took the space: the text is stripped as well.
+        return text if rest.startswith(" ") else text.rstrip()
+
+    def _render(self, values: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> str:
         try:
-            return self._template.render(values)
+            return self._template.render({**values, "messages": messages})
         except Exception as error:  # templates fail in any way that Python code can
             raise InvalidRequest(
                 f"messages: the model's chat template refuses them: {error}", "messages"

@@ -11,13 +11,14 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
 
+from gateway.stream import Decoder
 from gateway.vocabulary import Vocabulary
 from slipstream.errors import ConfigError
 
@@ -82,6 +83,15 @@ class Tokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self._encode, texts, special)
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that `text` is, None when it is none."""
+        return self._raw.token_to_id(text)
+
+    def showing(self, ids: Collection[int]) -> Decoder:
+        """Decodes with the special tokens in `ids` as they are written, and no others."""
+        hidden = self._silent - frozenset(ids)
+        return LiteralDecoder(self._raw, self.vocab_size, hidden) if ids else self
+
     def encode_now(self, text: str) -> list[int]:
         """Ids of a short text, without special tokens."""
         return self._encode([text], False)[0]
@@ -107,19 +117,22 @@ class Tokenizer:
 
 
 class LiteralDecoder:
-    """Decodes with special tokens as they are written."""
+    """Decodes with special tokens as they are written, but for those in `hidden`."""
 
-    def __init__(self, raw: RawTokenizer, vocab_size: int) -> None:
+    def __init__(
+        self, raw: RawTokenizer, vocab_size: int, hidden: frozenset[int] = frozenset()
+    ) -> None:
         self._decode = raw.decode
         self._vocab_size = vocab_size
+        self._hidden = hidden
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids`."""
+        """Text of `ids`, none of which is silent."""
         return self._decode(ids, skip_special_tokens=False)
 
     def is_silent(self, token: int) -> bool:
-        """Whether `token` is no token at all."""
-        return token >= self._vocab_size
+        """Whether `token` is hidden, or no token at all."""
+        return token in self._hidden or token >= self._vocab_size
 
 
 def resolve_folder(name: str | None) -> Path:

@@ -49,6 +49,10 @@ class AnswerFormat:
         return frozenset(filter(None, found))
 
 
+PLAIN = AnswerFormat()
+"""All text is content."""
+
+
 @dataclass(slots=True)
 class AnswerDelta:
     """What was added to an answer."""
@@ -70,6 +74,24 @@ class AnswerDelta:
         if self.calls:
             body["tool_calls"] = [_call_body(call) for call in self.calls]
         return body
+
+    def message(self) -> dict[str, Any]:
+        """The `message` of a whole answer, of which this is all."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if not self.content and (self.calls or self.reasoning):
+            message["content"] = None
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        calls: dict[int, dict[str, Any]] = {}
+        for call in self.calls:
+            if call.name is None:
+                calls[call.index]["function"]["arguments"] += call.arguments
+            else:
+                calls[call.index] = _call_body(call)
+                del calls[call.index]["index"]
+        if calls:
+            message["tool_calls"] = list(calls.values())
+        return message
 
 
 def _call_body(call: CallDelta) -> dict[str, Any]:
@@ -112,28 +134,12 @@ class AnswerParser:
             found.calls += rest_found.calls
         return AnswerDelta(found.content, reasoning, found.calls)
 
-    def finish(self, reason: str) -> str:
-        """OpenAI's finish_reason for an answer that ended for `reason`."""
+    def finish(self, reason: str | None) -> str | None:
+        """OpenAI's finish_reason for an answer that ended for `reason`; None: it goes on."""
         called = self._calls is not None and self._calls.count > 0
         return "tool_calls" if called and reason == "stop" else reason
 
 
-def message_body(form: AnswerFormat, text: str, reason: str) -> tuple[dict[str, Any], str]:
-    """The `message` of a whole answer, and its finish_reason."""
-    parser = AnswerParser(form)
-    whole = parser.feed(text, last=True)
-    message: dict[str, Any] = {"role": "assistant", "content": whole.content}
-    if not whole.content and (whole.calls or whole.reasoning):
-        message["content"] = None
-    if whole.reasoning:
-        message["reasoning_content"] = whole.reasoning
-    if whole.calls:
-        calls: dict[int, dict[str, Any]] = {}
-        for call in whole.calls:
-            if call.name is not None:
-                calls[call.index] = _call_body(call)
-                del calls[call.index]["index"]
-            else:
-                calls[call.index]["function"]["arguments"] += call.arguments
-        message["tool_calls"] = list(calls.values())
-    return message, parser.finish(reason)
+def parser_of(form: AnswerFormat) -> AnswerParser | None:
+    """For one choice; None when its text is its content."""
+    return None if form.plain else AnswerParser(form)

@@ -74,7 +74,7 @@ def _tool(param: str, value: object) -> dict[str, Any]:
     return value | {"function": function}
 
 
-def tool_choice(value: object) -> Choice | Named:
+def chosen(value: object) -> Choice | Named:
     """A `tool_choice`: a word, or {"type": "function", "function": {"name": ...}}."""
     if value == "auto" or value == "none" or value == "required":
         return value

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.chat.answer import AnswerFormat, AnswerParser, message_body
+from gateway.chat.answer import AnswerFormat, AnswerParser, parser_of
 from gateway.chat.formats import (
     HERMES,
     JSON,
@@ -35,7 +35,7 @@ def thinks(state: Thinking, form: ToolFormat | None = None) -> AnswerFormat:
 
 def read(form: AnswerFormat, text: str) -> tuple[Any, ...]:
     """Reasoning, content and calls (name, arguments) of a whole answer."""
-    message, _ = message_body(form, text, "stop")
+    message = AnswerParser(form).feed(text, last=True).message()
     calls = [
         (call["function"]["name"], call["function"]["arguments"])
         for call in message.get("tool_calls", ())
@@ -199,13 +199,17 @@ def test_calls_come_back_as_they_were_written(
 
 
 def test_the_finish_reason() -> None:
-    assert message_body(tools(HERMES), MARKED, "stop")[1] == "tool_calls"
-    assert message_body(tools(HERMES), MARKED, "length")[1] == "length"
-    assert message_body(tools(HERMES), "text", "stop")[1] == "stop"
+    parser = AnswerParser(tools(HERMES))
+    parser.feed("text", last=False)
+    assert parser.finish("stop") == "stop"
+    parser.feed(MARKED, last=True)
+    assert parser.finish("stop") == "tool_calls"
+    assert parser.finish("length") == "length"
+    assert parser.finish(None) is None
 
 
 def test_ids_differ_and_bodies_have_what_clients_read() -> None:
-    message, _ = message_body(tools(HERMES), MARKED * 2, "stop")
+    message = AnswerParser(tools(HERMES)).feed(MARKED * 2, last=True).message()
     first, second = message["tool_calls"]
     assert first["id"] != second["id"]
     assert first.keys() == {"id", "type", "function"}
@@ -256,6 +260,6 @@ def test_where_the_prompt_leaves_the_answer(
 def test_marks_that_must_be_shown() -> None:
     assert thinks(Thinking.OPENED, LLAMA3).marks == {"<think>", "</think>", "<|python_tag|>"}
     assert tools(JSON).marks == frozenset()
-    assert AnswerFormat().plain
-    assert thinks(Thinking.CLOSED).plain
-    assert not tools(JSON).plain
+    assert parser_of(AnswerFormat()) is None
+    assert parser_of(thinks(Thinking.CLOSED)) is None
+    assert parser_of(tools(JSON)) is not None

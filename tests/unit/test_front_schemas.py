@@ -101,7 +101,8 @@ def test_prompts_of_every_kind(given: object, prompts: list[object]) -> None:
         (PROMPT | {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "5"),
         (PROMPT | {"best_of": 3}, "best_of", "3"),
         (PROMPT | {"suffix": "end"}, "suffix", "'end'"),
-        (PROMPT | {"response_format": {"type": "json_object"}}, "response_format", "json_object"),
+        (PROMPT | {"response_format": "json"}, "response_format", "json"),
+        (PROMPT | {"guided_choice": ["a", 1]}, "guided_choice[1]", "1"),
     ],
 )
 def test_bad_completions(data: dict[str, object], param: str, value: str) -> None:
@@ -143,15 +144,11 @@ def test_bad_messages(messages: object, param: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
         ("audio", {"voice": "a"}),
         ("modalities", ["text", "audio"]),
         ("echo", True),
         ("functions", [{}]),
-        ("response_format", {"type": "json_schema"}),
         ("reasoning_effort", "high"),
-        ("continue_final_message", True),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(name: str, value: object) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from gateway.chat.answer import AnswerFormat, message_body
+from gateway.chat.answer import AnswerFormat, AnswerParser
 from gateway.chat.formats import HERMES, JSON, LLAMA3, THINK, ToolFormat
 from gateway.chat.reasoning import Thinking
-from gateway.chat.tools import Named, ToolUse, declarations, tool_choice
+from gateway.chat.tools import Named, ToolUse, chosen, declarations
 from gateway.grammar import Bound, Checker, Constraint, constraint
 from slipstream.errors import InvalidRequest
 from slipstream.grammar import Grammar, GrammarKind, source
@@ -177,7 +177,9 @@ SCHEMA = "response_format.json_schema.schema"
         ({"structured_outputs": 1}, "structured_outputs", "1"),
         ({"structured_outputs": {}}, "structured_outputs", "one of"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "one of"),
-        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "not supported"),
+        ({"structured_outputs": {"structural_tag": 1}}, "structured_outputs.structural_tag", "not"),
+        ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "Expected"),
+        ({"guided_grammar": "start: ("}, "guided_grammar", "Expected"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "guided_regex"),
     ],
 )
@@ -189,6 +191,14 @@ def test_refusals_name_the_field(
     assert caught.value.param == param
     assert str(caught.value).startswith(f"{param}: ")
     assert said in str(caught.value)
+
+
+def test_a_grammar_of_the_clients_own(checker: Checker, words: Words) -> None:
+    bound = content(guided_grammar='start: "a" [b]\nb: "b"')
+    assert words.accept(admit(checker, Bound(bound)), "ab")
+    with pytest.raises(InvalidRequest) as caught:
+        admit(checker, Bound(bound, think=THINK, thinking=Thinking.POSSIBLE))
+    assert caught.value.param == "guided_grammar"
 
 
 def test_what_is_not_strict_is_held_as_far_as_possible(checker: Checker, words: Words) -> None:
@@ -208,7 +218,7 @@ def test_deep_schemas_are_refused(checker: Checker) -> None:
 
 
 def use(choice: Any, parallel: bool = True) -> ToolUse:
-    return ToolUse.of(TOOLS, tool_choice(choice), parallel)
+    return ToolUse.of(TOOLS, chosen(choice), parallel)
 
 
 def calls(form: ToolFormat, choice: Any = "required", parallel: bool = True, **more: Any) -> Bound:
@@ -273,7 +283,7 @@ def test_enforced_calls(
     for text in good:
         assert words.accept(grammar, text), text
         form = AnswerFormat(bound.think, bound.thinking, bound.form, ("weather", "now"))
-        message, _ = message_body(form, text, "stop")
+        message = AnswerParser(form).feed(text, last=True).message()
         assert "tool_calls" in message or bound.content is not None
     for text in bad:
         assert not words.accept(grammar, text), text
@@ -356,7 +366,7 @@ def test_the_choice_of_a_tool() -> None:
     assert list(use("required").forced) == [0, 1]
     assert list(use(named("now")).forced) == [1]
     assert not use(named("now")).parallel
-    assert tool_choice(named("x")) == Named("x")
+    assert chosen(named("x")) == Named("x")
     assert ToolUse.of((), "auto", True) == ToolUse()
 
 
@@ -374,5 +384,5 @@ def test_the_choice_of_a_tool() -> None:
 )
 def test_bad_choices(choice: object, tools: list[Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        ToolUse.of(tools, tool_choice(choice), True)
+        ToolUse.of(tools, chosen(choice), True)
     assert caught.value.param == param
