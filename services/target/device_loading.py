@@ -18,6 +18,7 @@ RECORDED_PREFILL_ROWS = 256
 """With another backend for prefill, steps of up to so many rows still use the step's own kernels:
 launched piece by piece they would take longer than they compute."""
 
+
 def device_runner(
     model: CausalLM,
     projector: ContextProjector | None,
