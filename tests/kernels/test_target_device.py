@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,13 +34,16 @@ SAMPLED = SamplingParams(temperature=0.9, seed=7, top_p=0.95, presence_penalty=0
 SHORT = 24 if torch.cuda.is_available() else 4  # tokens of a request
 
 
-def on_device(pair: Pair, device: torch.device, **more: Any) -> DeviceRunner:
+def on_device(
+    pair: Pair, device: torch.device, with_head: bool = True, **more: Any
+) -> DeviceRunner:
     """The device's runner of a pair in fp32, as small as the tests need it."""
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
     model = CausalLM.load(pair.target, torch.float32, device)
-    projector = ContextProjector.load(pair.draft, torch.float32, device)
-    config, width = model.config, projector.config.hidden_size
+    head = ContextProjector.load(pair.draft, torch.float32, device)
+    projector = head if with_head else None
+    config, width = model.config, head.config.hidden_size if with_head else 0
     spec = TargetSpec(
         model="tiny", vocab_size=config.vocab_size, max_model_len=256, slots=6, pages=200,
         page_size=8, max_nodes=256, max_prefill_rows=64, feature_width=width,
@@ -101,3 +105,15 @@ def test_tokens_equal_the_plain_runner(
     if kind in ("oracle", "chain"):
         assert sum(request.accepted for request in requests) > 0
         assert max(request.verified for request in requests) > 1
+
+
+def test_without_a_head(tmp_path: Path, device: torch.device) -> None:
+    """Nothing is tapped, projected or kept."""
+    pair = make_pair(tmp_path, vocab=VOCAB)
+    reference = Driver(load(pair, draft="none"))
+    want = plain(reference, count=2)
+    reference.engine.stop()
+    driver = Driver(on_device(pair, device, with_head=False))
+    assert generate(driver, fresh(), count=2) == list(want.values())
+    driver.engine.check()
+    driver.engine.stop()
