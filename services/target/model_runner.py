@@ -7,7 +7,7 @@ slot holds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -99,7 +99,7 @@ class ModelRunner:
             rows = torch.tensor([batch.offsets[i + 1] - 1 for i in lasts])
             requests = [self._first_token(entries[i], row) for row, i in enumerate(lasts)]
             for index, result, _ in self._draw(hidden[rows], requests):
-                results[lasts[index]] = result
+                results[lasts[index]] = replace(result, nodes=0)
         self._commit_prefill(entries, taps)
         for index in lasts:
             self._slots[entries[index].slot].sampler.commit(results[index].tokens)

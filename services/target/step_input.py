@@ -28,7 +28,8 @@ class StepInput:
     of rows from the last entry on; `proposal_counts` (E,), 0 where nothing was proposed;
     `proposal_tokens` and `proposal_parents` (R,) at the entries' row offsets; `update_count` (1,)
     and `updates` (TABLE_UPDATES, 3); for prefill `ids` (R,) known tokens, `firsts` (E,) their first
-    positions; for first tokens `starts` and `anchors` (E,), and `picked` (E,), rows of the prefill.
+    positions and `starts` (E,) the slots' lengths after it; for first tokens `starts` and `anchors`
+    (E,), and `picked` (E,), rows of the prefill.
     """
 
     def __init__(self, rows: int, entries: int, device: torch.device) -> None:
@@ -93,6 +94,7 @@ class StepInput:
         """Chunks of known tokens: `counts` rows of each slot from position `firsts` on."""
         host = self._begin(slots, counts, updates)
         self._part(host, "firsts")[: len(firsts)] = firsts
+        self._part(host, "starts")[: len(firsts)] = np.add(firsts, counts)
         self._part(host, "ids")[: len(ids)] = ids
         self._upload.send()
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from services.target.device_loading import device_runner
+from services.target.device_readback import FeatureReadback
 from services.target.device_runner import DeviceRunner
 from services.target.kv_cache import KVCache
-from services.target.runner import TargetSpec
+from services.target.runner import DecodeEntry, PrefillEntry, SlotAdmit, TargetSpec
 from slipstream.models import CausalLM, ContextProjector
 from slipstream.params import SamplingParams
 from tests.fakes.target_driver import Driver
@@ -55,6 +56,11 @@ def on_device(
     )  # fmt: skip
     fields = {"decode_rows": 64} | more
     return device_runner(model, projector, spec, cache, device=device, **fields)
+
+
+def request(prompt: int) -> SlotAdmit:
+    ids = list(range(20, 20 + prompt))
+    return SlotAdmit(ids, (), 64, 0, frozenset(), SamplingParams(), None, True)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -116,3 +122,36 @@ def test_without_a_head(tmp_path: Path, device: torch.device) -> None:
     assert generate(driver, fresh(), count=2) == list(want.values())
     driver.engine.stop()
     assert not driver.failure
+
+
+def test_between_two_chunks(runner: DeviceRunner) -> None:
+    """What is asserted of a slot whenever the engine is idle."""
+    runner.admit(0, request(6))
+    runner.prefill([PrefillEntry(0, 0, 4, False, range(1))])
+    assert runner.lengths(0) == (4, 4)
+    runner.prefill([PrefillEntry(0, 4, 2, True, range(1))])
+    assert runner.lengths(0) == (6, 6)
+    runner.release(0)
+
+
+def test_features_in_more_parts_than_there_are_buffers(
+    runner: DeviceRunner, device: torch.device
+) -> None:
+    cache = runner._cache
+    cache.features.copy_(torch.arange(len(cache.features), device=device)[:, None])
+    reader = FeatureReadback(cache, 3, device)
+    index = list(range(40, 60))
+    rows = torch.frombuffer(bytearray(reader.read(index)), dtype=torch.float32)
+    assert rows.view(len(index), -1)[:, 0].tolist() == index
+
+
+def test_more_slots_than_rows_of_a_step(pair: Pair, device: torch.device) -> None:
+    """Six first tokens at once, where a decode step has four rows."""
+    small = on_device(pair, device, decode_rows=4)
+    assert len(small._step.draws.tokens) == len(small._step.walks.row_dest) == 6
+    entries = [PrefillEntry(slot, 0, 3, True, [slot]) for slot in range(6)]
+    for entry in entries:
+        small.admit(entry.slot, request(3))
+    assert [len(result.tokens) for result in small.prefill(entries)] == [1] * 6
+    trees = [DecodeEntry(slot, 3, 5, 4, ([5, 6, 7], [-1, 0, 0]), [slot]) for slot in (0, 1)]
+    assert all(result.tokens for result in small.decode(trees))
