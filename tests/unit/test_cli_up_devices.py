@@ -118,8 +118,8 @@ def test_shares_by_hand() -> None:
         ),
         (
             (H200,),
-            ["--target-device=cpu", "--target-memory-share=0.4"],
-            "--target-memory-share: 0.4 needs a GPU, the target is on cpu",
+            ["--draft=none", "--draft-memory-share=0.3"],
+            "--draft-memory-share: 0.3 needs a GPU, the draft is not started",
         ),
         ((T4,), ["--device=cuda:0"], "92% of one GPU of 15.0 GiB is too small"),
         ((H200,), ["--memory-share=0.3", "--draft-memory-share=0.4"], "leaves nothing of 0.3"),
