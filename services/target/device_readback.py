@@ -109,11 +109,12 @@ class FeatureReadback:
 
     def read(self, index: Sequence[int]) -> memoryview:
         """The rows of flat slots `index`, raw; valid until the next call."""
-        parts = [
-            self._part(index[first : first + self._most])
-            for first in range(0, len(index), self._most)
-        ]
-        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        if len(index) <= self._most:
+            return self._part(index)
+        # Each part is copied before the ring comes round to its buffer again.
+        firsts = range(0, len(index), self._most)
+        parts = [bytes(self._part(index[first : first + self._most])) for first in firsts]
+        return memoryview(b"".join(parts))
 
     def _part(self, index: Sequence[int]) -> memoryview:
         count = len(index)

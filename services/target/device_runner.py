@@ -38,8 +38,8 @@ class _Held:
     """A slot's request on the host.
 
     `ids` are the tokens known at admission; `pages` is its block table as the last call gave it, of
-    which the device has the first `uploaded`; `live` once it has its first token; the tokens before
-    `scored` are wanted with their `prompt_logprobs` best.
+    which the device has the first `uploaded`; the tokens before `scored` are wanted with their
+    `prompt_logprobs` best.
     """
 
     ids: Sequence[int]
@@ -48,7 +48,6 @@ class _Held:
     scored: int
     prompt_logprobs: int
     matcher: Matcher | None
-    live: bool = False
     pages: Sequence[int] = ()
     uploaded: int = 0
     feature_rows: int = 0
@@ -144,12 +143,9 @@ class DeviceRunner:
         self._slots.release(slot)
 
     def lengths(self, slot: int) -> tuple[int, int]:
-        held = self._held[slot]
-        if not held.live:  # the device does not count the rows of a prefill
-            return held.feature_rows, held.feature_rows
         with self._step.graphs.on_stream():
             rows = int(self._slots.start[slot])
-        return rows, held.feature_rows if self.spec.feature_width else rows
+        return rows, self._held[slot].feature_rows if self.spec.feature_width else rows
 
     @torch.inference_mode()
     def prefill(self, entries: Sequence[PrefillEntry]) -> list[EntryResult]:
@@ -183,7 +179,6 @@ class DeviceRunner:
         first = 0
         for index, (entry, h) in enumerate(zip(entries, held, strict=True)):
             h.feature_rows = entry.first + entry.count
-            h.live = len(results[index].tokens) > 0
             if scored[index]:
                 scores = self._scores.read(first, scored[index], h.prompt_logprobs)
                 results[index] = replace(results[index], prompt_logprobs=scores)

@@ -163,18 +163,19 @@ def _min_until(admit: SlotAdmit) -> int:
 
 
 def _words(admit: SlotAdmit) -> I32:
-    """The row of the parameter table."""
+    """The row of the parameter table; a number beyond fp32 is infinite, as in the reference."""
     params = admit.sampling
     words = np.zeros(WORDS, np.int32)
     values = words.view(np.float32)
     words[columns.FLAGS.value] = _flags(admit)
-    values[columns.TEMPERATURE.value] = params.temperature
     values[columns.TOP_P.value] = fp32(params.top_p)
     words[columns.TOP_K.value] = min(params.top_k, 2**31 - 1)
     values[columns.MIN_P_DEPTH.value] = params.min_p_depth
     values[columns.PRESENCE.value] = params.presence_penalty
     values[columns.FREQUENCY.value] = params.frequency_penalty
-    values[columns.REPETITION.value] = params.repetition_penalty
+    with np.errstate(over="ignore"):
+        values[columns.TEMPERATURE.value] = params.temperature
+        values[columns.REPETITION.value] = params.repetition_penalty
     words[columns.SEED_LOW.value] = int32_word(params.seed)
     words[columns.SEED_HIGH.value] = int32_word(params.seed >> 32)
     words[columns.CHOICE.value] = int32_word(params.choice)

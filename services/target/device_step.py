@@ -28,6 +28,7 @@ from slipstream.kernels.intake import (
     TreeRows,
     prepare_prefill,
     prepare_rows,
+    set_starts,
     update_tables,
 )
 from slipstream.kernels.norm import embed, head
@@ -113,10 +114,11 @@ class DeviceStep:
         self.input = StepInput(sizes.rows, entries, device)
         self.rows = DeviceRows.allocate(sizes.rows, entries, tables, device, MAX_NODES // WORD)
         self.trees = TreeRows.allocate(sizes.rows, entries, device)
-        self.draws = Draws.allocate(sizes.decode_rows, slots.max_logprobs, device)
-        self.masks = HostMasks(sizes.decode_rows if grammars else 1, config.vocab_size, device)
+        drawn = max(sizes.decode_rows, entries)  # first tokens are a row for each entry
+        self.draws = Draws.allocate(drawn, slots.max_logprobs, device)
+        self.masks = HostMasks(drawn if grammars else 1, config.vocab_size, device)
         self.scores = Draws.allocate(sizes.prefill_rows, slots.max_logprobs, device)
-        self.walks = Walks.allocate(sizes.decode_rows, entries, MAX_NODES, device)
+        self.walks = Walks.allocate(drawn, entries, MAX_NODES, device)
         self._first_trees = TreeRows.allocate(entries, entries, device)
         self._decoder = FusedDecoder(
             model.layers, model.norm, model.rope, max_pages * cache.page_size, sizes.rows
@@ -155,6 +157,8 @@ class DeviceStep:
 
     def record(self, progress: Progress) -> None:
         """Runs every piece of work once and records it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the buffers were filled on another stream
         pieces = self._pieces()
         for done, (key, work) in enumerate(pieces.items()):
             self._work[key] = self.graphs.capture(work)
@@ -264,6 +268,7 @@ class DeviceStep:
             self._plan(size), self.input.firsts[:entries], self.input.ids[:size], rows,
             self.trees.first(size),
         )  # fmt: skip
+        set_starts(self._slots.state.start, rows.slots, self.input.starts[:entries], rows.counts)
 
     def _forward(self, size: int, tree: bool, attend: Attend | None = None) -> None:
         config, rows = self._model.config, self.rows.first(size)

@@ -125,7 +125,7 @@ class ModelRunner:
             requests = [self._first_token(entries[i], row) for row, i in enumerate(lasts)]
             for index, result, _ in self._draw(hidden[rows], requests):
                 scores = results[lasts[index]].prompt_logprobs
-                results[lasts[index]] = replace(result, prompt_logprobs=scores)
+                results[lasts[index]] = replace(result, nodes=0, prompt_logprobs=scores)
         self._commit_prefill(entries, taps)
         for index in lasts:
             self._slots[entries[index].slot].sampler.commit(results[index].tokens)

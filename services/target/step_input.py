@@ -27,10 +27,11 @@ class StepInput:
     Views, all int32: `counts` (2,) entries and rows; `slots` (E,); `offsets` (E + 1,), the number
     of rows from the last entry on; `proposal_counts` (E,), 0 where nothing was proposed;
     `proposal_tokens` and `proposal_parents` (R,) at the entries' row offsets; `update_count` (1,)
-    and `updates` (TABLE_UPDATES, 3). For prefill `ids` (R,) known tokens and `firsts` (E,) their
-    first positions; in the place of a proposal `scored` (R,), the token that each row scores, and
-    `scored_best` (R,), how many best ones are wanted beside it, -1 where it scores none. For first
-    tokens `starts` and `anchors` (E,), and `picked` (E,), rows of the prefill.
+    and `updates` (TABLE_UPDATES, 3). For prefill `ids` (R,) known tokens, `firsts` (E,) their first
+    positions and `starts` (E,) the slots' lengths after it; in the place of a proposal `scored`
+    (R,), the token that each row scores, and `scored_best` (R,), how many best ones are wanted
+    beside it, -1 where it scores none. For first tokens `starts` and `anchors` (E,), and `picked`
+    (E,), rows of the prefill.
     """
 
     def __init__(self, rows: int, entries: int, device: torch.device) -> None:
@@ -100,6 +101,7 @@ class StepInput:
         """
         host = self._begin(slots, counts, updates)
         self._part(host, "firsts")[: len(firsts)] = firsts
+        self._part(host, "starts")[: len(firsts)] = np.add(firsts, counts)
         self._part(host, "ids")[: len(ids)] = ids
         if scored:
             tokens, best = zip(*scored, strict=True)

@@ -29,6 +29,9 @@ from slipstream.models.draft_config import load_draft_config
 LEAST_CAPABILITY = (8, 0)
 """What `auto` takes; a server says what an older card lacks."""
 
+WHOLE = 0.98
+"""Most of a GPU that two servers may be given together."""
+
 _QUERY = ("nvidia-smi", "--query-gpu=index,uuid,memory.total,compute_cap")
 _FORMAT = "--format=csv,noheader,nounits"
 _QUERY_S = 20.0
@@ -132,10 +135,17 @@ def with_shares(
         draft: a folder or a bundled head's name; none.
 
     Raises ConfigError when there is no GPU to share, when both are on one whose size cannot be
-    told, or that is too small.
+    told, or that is too small, and when shares that were given are more than it has.
     """
     if settings.memory_share and not (devices.target + devices.draft).count("cuda"):
         raise ConfigError(f"--memory-share: {settings.memory_share:g} needs a GPU, none was found")
+    for name, device, part in (
+        ("target", devices.target, settings.target_memory_share),
+        ("draft", devices.draft, settings.draft_memory_share),
+    ):
+        if part and not device.startswith("cuda"):
+            where = f"is on {device}" if device else "is not started"
+            raise ConfigError(f"--{name}-memory-share: {part:g} needs a GPU, the {name} {where}")
     usable = settings.memory_share or USABLE
     shares = {
         name: (given or usable) if device.startswith("cuda") else given
@@ -148,22 +158,39 @@ def with_shares(
     if not devices.shared:
         return given
     if settings.target_memory_share and settings.draft_memory_share:
-        return given
+        return _within(given, WHOLE)
     index = int(devices.target.partition(":")[2] or 0)
     if index >= len(gpus):
-        raise ConfigError(
-            f"--device: {devices.target} is for target and draft, and nvidia-smi does not tell its "
-            "memory; divide it by --target-memory-share and --draft-memory-share"
-        )
+        raise ConfigError(f"--device: {devices.target} is for target and draft, but {_there(gpus)}")
     plan = _plan(settings, gpus[index].memory, usable, target, draft)
     of_draft = settings.draft_memory_share or plan.draft
     if settings.target_memory_share:
-        return replace(given, draft_share=of_draft)
+        return _within(replace(given, draft_share=of_draft), settings.memory_share or WHOLE)
     of_target = round(usable - of_draft, 4)
     if of_target <= 0:
         raise ConfigError(f"--draft-memory-share: {of_draft:g} leaves nothing of {usable:g}")
     tokens = None if settings.draft_memory_share else plan.tokens
     return replace(given, target_share=of_target, draft_share=of_draft, tokens=tokens)
+
+
+def _within(devices: Devices, whole: float) -> Devices:
+    """`devices` whose shares of one GPU are at most `whole` together. Raises ConfigError."""
+    target, draft = devices.target_share or 0.0, devices.draft_share or 0.0
+    if target + draft > whole:
+        raise ConfigError(
+            f"--target-memory-share: {target:g} and the draft's {draft:g} of one GPU are more than"
+            f" {whole:g} of it"
+        )
+    return devices
+
+
+def _there(gpus: Sequence[Gpu]) -> str:
+    if not gpus:
+        return (
+            "nvidia-smi names no GPU; where one is all the same, divide it by"
+            " --target-memory-share and --draft-memory-share"
+        )
+    return f"{len(gpus)} GPU{'s are' if len(gpus) > 1 else ' is'} there, numbered from 0"
 
 
 def torch_has_cuda() -> bool:

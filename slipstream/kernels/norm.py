@@ -142,6 +142,7 @@ def _embed(
     inside = lane < HIDDEN
     token = tl.load(ids + row).to(tl.int64)
     known = (token >= 0) & (token < VOCABULARY)
-    value = tl.load(embedding + token * HIDDEN + lane, mask=inside & known, other=0.0)
+    given = lane < tl.where(known, HIDDEN, 0)
+    value = tl.load(embedding + token * HIDDEN + lane, mask=given, other=0.0)
     value = value.to(tl.float32) * scale
     tl.store(out + row * HIDDEN + lane, value.to(out.dtype.element_ty), mask=inside)

@@ -97,11 +97,22 @@ def test_sigterm_waits_for_running_requests_and_a_second_one_does_not() -> None:
                         number=2,
                         admit=tpb.TargetAdmit(slot=0, epoch=1, prompt_ids=[1], limit=9),
                     ),
+                    tpb.TargetCommand(
+                        number=3,
+                        plan=tpb.TargetPlan(
+                            step=1,
+                            kind=pb.STEP_KIND_PREFILL,
+                            entries=[
+                                tpb.TargetPlanEntry(slot=0, epoch=1, reserve=1, count=1, last=True)
+                            ],
+                        ),
+                    ),
                 ]
             )
             gate = iter(_held(commands))
             call = target_pb2_grpc.TargetServiceStub(channel).Run(gate)
             assert next(call).WhichOneof("event") == "ready"
+            assert next(call).WhichOneof("event") == "step_done", "the request runs"
             child.send_signal(signal.SIGTERM)
             with pytest.raises(subprocess.TimeoutExpired):
                 child.wait(1.0)

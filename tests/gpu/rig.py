@@ -29,7 +29,7 @@ from tests.tiny import Pair
 
 PAGE_SIZE = 8
 PAGES_PER_SLOT = 96
-MAX_LEN = 512
+MAX_LEN = 640
 
 
 def spec_of(vocab_size: int, width: int, slots: int, rows: int) -> TargetSpec:

@@ -109,7 +109,18 @@ def test_shares_by_hand() -> None:
 @pytest.mark.parametrize(
     ("gpus", "argv", "said"),
     [
-        ((), ["--device=cuda:0"], "--device: cuda:0 is for target and draft, and nvidia-smi"),
+        ((), ["--device=cuda:0"], "cuda:0 is for target and draft, but nvidia-smi names no GPU"),
+        ((H200,), ["--device=cuda:5"], "cuda:5 is for target and draft, but 1 GPU is there"),
+        (
+            (H200,),
+            ["--target-memory-share=0.9", "--draft-memory-share=0.9"],
+            "--target-memory-share: 0.9 and the draft's 0.9 of one GPU are more than 0.98 of it",
+        ),
+        (
+            (H200,),
+            ["--draft=none", "--draft-memory-share=0.3"],
+            "--draft-memory-share: 0.3 needs a GPU, the draft is not started",
+        ),
         ((T4,), ["--device=cuda:0"], "92% of one GPU of 15.0 GiB is too small"),
         ((H200,), ["--memory-share=0.3", "--draft-memory-share=0.4"], "leaves nothing of 0.3"),
         ((), ["--memory-share=0.3"], "--memory-share: 0.3 needs a GPU, none was found"),
