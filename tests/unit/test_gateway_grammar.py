@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -287,6 +288,33 @@ def test_enforced_calls(
         assert "tool_calls" in message or bound.content is not None
     for text in bad:
         assert not words.accept(grammar, text), text
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA3, JSON], ids=lambda form: form.name)
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_is_drawn_under_it_is_read_as_calls(
+    checker: Checker, raw: Tokenizer, form: ToolFormat, seed: int
+) -> None:
+    """Tokens drawn at random among those allowed: the parser and the grammar mean the same."""
+    bound = calls(form, think=THINK, thinking=Thinking.OPENED)
+    grammar = admit(checker, bound, raw.token_to_id)
+    eos, size = raw.token_to_id("<|im_end|>"), raw.get_vocab_size()
+    words = llguidance.LLTokenizer(raw.to_str(), eos_token=eos)
+    matcher = llguidance.LLMatcher(words, source(grammar), log_level=0)
+    draw, ids = random.Random(seed), [raw.token_to_id("</think>")]
+    assert matcher.consume_token(ids[0])
+    while not matcher.is_stopped():
+        bits = matcher.compute_bitmask()
+        allowed = [i for i in range(size) if bits[i >> 3] >> (i & 7) & 1]
+        ids.append(eos if eos in allowed else draw.choice(allowed))
+        assert matcher.consume_token(ids[-1])
+    text = raw.decode(ids)
+    parser = AnswerParser(AnswerFormat(THINK, Thinking.OPENED, form, ("weather", "now")))
+    message = parser.feed(text, last=True).message()
+    assert message["content"] is None
+    for call in message["tool_calls"]:
+        arguments = json.loads(call["function"]["arguments"])
+        assert list(arguments) == (["city"] if call["function"]["name"] == "weather" else [])
 
 
 def test_a_bad_tool_is_named(checker: Checker) -> None:
