@@ -116,8 +116,9 @@ async def test_imports_come_along(version: str) -> None:
 async def test_other_symbols(version: str) -> None:
     async with client(version) as asked:
         for symbol in ("slipstream.v1.GenerateRequest", "slipstream.v1.GenerateRequest.text"):
-            (file,) = await asked.files(file_containing_symbol=symbol)
+            file, *imported = await asked.files(file_containing_symbol=symbol)
             assert file.name == "slipstream/v1/gateway.proto"
+            assert [each.name for each in imported] == ["slipstream/v1/common.proto"]
         for wrong in (
             {"file_containing_symbol": "slipstream.v1.GatewayService.Degenerate"},
             {"file_containing_symbol": "slipstream.v1.Nothing"},
