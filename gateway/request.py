@@ -87,6 +87,12 @@ class GenerateParams:
             self.tree(info.tree, info.block_size)
         if self.grammar is not None and not info.grammars:
             raise InvalidRequest("the model's server does not take grammars", "response_format")
+        if self.grammar is not None and self.min_tokens > 0:
+            raise InvalidRequest(
+                f"min_tokens must be 0 where a grammar says when the answer ends, got"
+                f" {self.min_tokens}",
+                "min_tokens",
+            )
         for name, value, fits, wanted in (
             ("temperature", self.temperature, self.temperature >= 0, "at least 0"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),

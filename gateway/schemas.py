@@ -39,6 +39,14 @@ _UNSUPPORTED: Mapping[str, Neutral] = {
     "spaces_between_special_tokens": neutral(True),
     "prompt_embeds": neutral(),
     "logits_processors": neutral([]),
+    "custom_logit_processor": neutral(),
+    "regex": neutral(),
+    "ebnf": neutral(),
+    "json_schema": neutral(),
+    "structural_tag": neutral(),
+    "stop_regex": neutral([], ""),
+    "min_new_tokens": neutral(0),
+    "lora_path": neutral(),
 }
 _UNSUPPORTED_COMPLETION: Mapping[str, Neutral] = {**_UNSUPPORTED, "suffix": neutral("")}
 _UNSUPPORTED_CHAT: Mapping[str, Neutral] = {
@@ -54,6 +62,8 @@ _UNSUPPORTED_CHAT: Mapping[str, Neutral] = {
     "verbosity": neutral("medium"),
     "chat_template": neutral(),
     "documents": neutral([]),
+    "include_reasoning": neutral(True),
+    "separate_reasoning": neutral(True),
 }
 
 _WITHOUT_EFFECT = frozenset(

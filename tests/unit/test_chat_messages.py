@@ -81,6 +81,8 @@ def assistant(*calls: object) -> dict[str, Any]:
         (assistant(call(arguments="{")), ".tool_calls[0].function.arguments"),
         (assistant(call(arguments="[1]")), ".tool_calls[0].function.arguments"),
         (assistant(call(arguments='{"a": NaN}')), ".tool_calls[0].function.arguments"),
+        (assistant(call(arguments='{"a": 1e999}')), ".tool_calls[0].function.arguments"),
+        (assistant(call(arguments='{"a": "\\ud800"}')), ".tool_calls[0].function.arguments"),
         (assistant(call(arguments="[" * 100_000)), ".tool_calls[0].function.arguments"),
         (assistant(call(arguments=3)), ".tool_calls[0].function.arguments"),
         ({"role": "tool", "content": "a"}, ".tool_call_id"),

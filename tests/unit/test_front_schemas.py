@@ -101,6 +101,8 @@ def test_prompts_of_every_kind(given: object, prompts: list[object]) -> None:
         (PROMPT | {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "5"),
         (PROMPT | {"best_of": 3}, "best_of", "3"),
         (PROMPT | {"suffix": "end"}, "suffix", "'end'"),
+        (PROMPT | {"regex": "a+"}, "regex", "'a+'"),
+        (PROMPT | {"min_new_tokens": 3}, "min_new_tokens", "3"),
         (PROMPT | {"response_format": "json"}, "response_format", "json"),
         (PROMPT | {"guided_choice": ["a", 1]}, "guided_choice[1]", "1"),
     ],

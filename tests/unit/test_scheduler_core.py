@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gateway.board import Step
 from gateway.cell import Peer
 from gateway.request import GenerateParams
 from slipstream.errors import ConfigError, InvalidRequest, PairError, PeerLost
+from slipstream.grammar import Grammar, GrammarKind
 from tests.unit.scheduler_harness import Harness
 from tests.unit.scheduler_target import CellSpec
 
@@ -390,3 +393,16 @@ def test_a_tree_that_the_cell_does_not_build(asked: dict[str, int], param: str) 
     with pytest.raises(InvalidRequest, match=f"^{param} must be at ") as bad:
         GenerateParams((1, 2), **asked).validate(h.core.info)
     assert bad.value.param == param
+
+
+def test_a_grammar_ends_the_answer_itself() -> None:
+    """A least number of tokens beyond its end would leave the target nothing to draw."""
+    h = Harness()
+    h.start()
+    assert h.core.info is not None
+    info = replace(h.core.info, grammars=True)
+    bound = GenerateParams((1, 2), grammar=Grammar(GrammarKind.CHOICE, '["a"]'), max_tokens=9)
+    bound.validate(info)
+    with pytest.raises(InvalidRequest, match="min_tokens must be 0") as bad:
+        replace(bound, min_tokens=2).validate(info)
+    assert bad.value.param == "min_tokens"
