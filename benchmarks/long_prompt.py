@@ -122,7 +122,7 @@ def milliseconds(gaps: Sequence[float]) -> dict[str, float]:
 
 
 async def arrivals(
-    running: Stack, stub: Any, rows: random.Random, count: int
+    running: Stack, stub: Any, rows: random.Random, count: int, chunk_ms: float
 ) -> list[dict[str, Any]]:
     """Long prompts among the streams, one after the other, a calm time before each."""
     found = []
@@ -136,8 +136,12 @@ async def arrivals(
             await asyncio.sleep(0.5)
             calm_gaps = [gap for times in others for gap in times.gaps(calm, now)]
             gaps = [gap for times in others for gap in times.gaps(now, first)]
+            bound = 2 * (chunk_ms + 1e3 * statistics.median(calm_gaps))
             found.append(
                 {
+                    "bound_ms": round(bound, 1),
+                    "worst_over_bound": round(1e3 * max(gaps) / bound, 3),
+                    "gaps_over_bound": sum(1e3 * gap > bound for gap in gaps),
                     "first_token_s": round(first - long.sent, 2),
                     "prefill_steps": int(after["prefill_steps"] - before["prefill_steps"]),
                     "calm_gap_ms": milliseconds(calm_gaps),
@@ -161,12 +165,8 @@ async def measure(running: Stack, count: int) -> dict[str, Any]:
         await follow(stub, request(prompt(rows, 600), 24), Times())
         chunks = [await alone(running, stub, rows) for _ in range(2)]
         chunk = min(one["chunk_ms"] for one in chunks)
-        found = await arrivals(running, stub, rows, count)
+        found = await arrivals(running, stub, rows, count, chunk)
         chunks.append(await alone(running, stub, rows))
-    for one in found:
-        bound = 2 * (chunk + one["calm_gap_ms"]["median"])
-        one["bound_ms"] = round(bound, 1)
-        one["worst_over_bound"] = round(one["gap_ms"]["worst"] / bound, 3)
     return {
         "chunk_ms": round(chunk, 1),
         "alone": [{key: round(value, 3) for key, value in one.items()} for one in chunks],

@@ -35,8 +35,9 @@ from slipstream.cli.client import CHAT, Answer, ask, client
 Schema = dict[str, Any]
 
 STREAMS = 8
+SLICE = 40  # requests
 MOST = 512  # tokens: far more than the longest answer that a schema allows is likely to need
-TREE = ("--tree", "top2gap", "--width", "4", "--budget", "32")
+TREE = ("--tree", "top2gap", "--width", "4", "--budget", "16")
 SUBJECTS = (
     *("a lighthouse on an island", "a small bakery", "an old bicycle", "the city of Lisbon"),
     *("a robot that sorts letters", "a garden in winter", "a jazz concert", "a mountain railway"),
@@ -194,10 +195,11 @@ def tau(answers: Sequence[Answer]) -> float:
 
 @dataclass(frozen=True)
 class Measured:
-    """Answers to some requests, and what their steps took."""
+    """Answers to some requests; `spent`: what the stack counted meanwhile."""
 
     answers: list[Answer]
-    figures: dict[str, Any]
+    seconds: float
+    spent: dict[str, float]
 
 
 def measure(running: Stack, chats: Sequence[Chat], streams: int) -> Measured:
@@ -205,14 +207,35 @@ def measure(running: Stack, chats: Sequence[Chat], streams: int) -> Measured:
     before, began = scrape(running), time.perf_counter()
     answers = asyncio.run(run(url, chats, streams))
     seconds, after = time.perf_counter() - began, scrape(running)
-    spent = {name: after[name] - before[name] for name in after}
+    return Measured(answers, seconds, {name: after[name] - before[name] for name in after})
+
+
+def in_turn(
+    running: Stack, chats: Sequence[Chat], streams: int
+) -> tuple[list[Measured], list[Measured]]:
+    """With grammar and as plain text, slice by slice: the machine's mood hits both."""
+    bound, free = [], []
+    for start in range(0, len(chats), SLICE):
+        some = chats[start : start + SLICE]
+        bound.append(measure(running, some, streams))
+        free.append(measure(running, plain(some, bound[-1].answers), streams))
+    return bound, free
+
+
+def answers_of(runs: Sequence[Measured]) -> list[Answer]:
+    return [answer for one in runs for answer in one.answers]
+
+
+def figures(runs: Sequence[Measured]) -> dict[str, Any]:
+    """What the requests of some runs have in common."""
+    answers = answers_of(runs)
+    spent = {name: sum(one.spent[name] for one in runs) for name in runs[0].spent}
     gaps = sorted(1e3 * gap for answer in answers for gap in answer.gaps)
     nodes = [n for answer in answers for n in answer.nodes]
-    steps = spent["decode_steps"] + spent["prefill_steps"]
-    figures = {
-        "streams": streams,
-        "tokens": sum(a.tokens for a in answers),
-        "tokens_s": round(sum(a.tokens for a in answers) / seconds, 1),
+    tokens, steps = sum(a.tokens for a in answers), spent["decode_steps"] + spent["prefill_steps"]
+    return {
+        "tokens": tokens,
+        "tokens_s": round(tokens / sum(one.seconds for one in runs), 1),
         "tau": tau(answers),
         "steps_of_answers": sum(a.steps for a in answers),
         "nodes_per_step": round(statistics.mean(nodes), 2) if nodes else None,
@@ -222,7 +245,6 @@ def measure(running: Stack, chats: Sequence[Chat], streams: int) -> Measured:
         "decode_steps": int(spent["decode_steps"]),
         "prefill_steps": int(spent["prefill_steps"]),
     }
-    return Measured(answers, figures)
 
 
 def by_temperature(chats: Sequence[Chat], answers: Sequence[Answer]) -> dict[str, float]:
@@ -248,28 +270,29 @@ def main() -> int:
     with stack(*options, "--max-model-len", "1024", "--slots", str(STREAMS)) as running:
         warm = measure(running, chats(STREAMS), STREAMS)
         measure(running, plain(chats(STREAMS), warm.answers), STREAMS)
-        bound = measure(running, asked, STREAMS)
-        free = measure(running, plain(asked, bound.answers), STREAMS)
-        bound_1 = measure(running, alone, 1)
-        free_1 = measure(running, plain(alone, bound_1.answers), 1)
+        bound, free = in_turn(running, asked, STREAMS)
+        bound_1, free_1 = in_turn(running, alone, 1)
+    answers = answers_of(bound)
     faults = [
         {"schema": chat.name, "subject": chat.subject, "seed": chat.seed, "fault": found}
         | {"text": answer.text}
-        for chat, answer in zip(asked, bound.answers, strict=True)
+        for chat, answer in zip(asked, answers, strict=True)
         if (found := fault(chat, answer)) is not None
     ]
     result: dict[str, Any] = {
+        "tree": " ".join(TREE),
         "requests": len(asked),
         "schemas": len({chat.name for chat in asked}),
         "valid": len(asked) - len(faults),
         "faults": faults,
-        "different_texts": len({answer.text for answer in bound.answers}),
-        "tau_with_grammar": by_temperature(asked, bound.answers),
-        "tau_without": by_temperature(asked, free.answers),
-        "with_grammar": bound.figures,
-        "without": free.figures,
-        "with_grammar_alone": bound_1.figures,
-        "without_alone": free_1.figures,
+        "different_texts": len({answer.text for answer in answers}),
+        "tau_with_grammar": by_temperature(asked, answers),
+        "tau_without": by_temperature(asked, answers_of(free)),
+        "streams": STREAMS,
+        "with_grammar": figures(bound),
+        "without": figures(free),
+        "with_grammar_alone": figures(bound_1),
+        "without_alone": figures(free_1),
     }
     result["machine"] = machine()
     for package in ("llguidance", "jsonschema"):
