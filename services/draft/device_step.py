@@ -198,12 +198,7 @@ class DraftStep:
 
     def record(self, progress: Progress = lambda done, total: None) -> None:
         """Runs every piece of work once and records it."""
-        if self.graphs.stream is not None:
-            torch.cuda.synchronize(self.graphs.device)  # the buffers were filled on another stream
-        pieces = self._pieces()
-        for done, (key, work) in enumerate(pieces.items()):
-            self._work[key] = self.graphs.capture(work)
-            progress(done + 1, len(pieces))
+        self._work = self.graphs.record(self._pieces(), progress)
 
     def _pieces(self) -> dict[tuple[object, ...], Work]:
         """All that is recorded, the largest first: they need the most memory."""

@@ -157,12 +157,7 @@ class DeviceStep:
 
     def record(self, progress: Progress) -> None:
         """Runs every piece of work once and records it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the buffers were filled on another stream
-        pieces = self._pieces()
-        for done, (key, work) in enumerate(pieces.items()):
-            self._work[key] = self.graphs.capture(work)
-            progress(done + 1, len(pieces))
+        self._work = self.graphs.record(self._pieces(), progress)
 
     def _pieces(self) -> dict[tuple[object, ...], Work]:
         """All that is recorded, the largest first: they need the most memory."""

@@ -6,12 +6,17 @@ was given. Without graphs (on a CPU, or switched off) it is that function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
+from slipstream.progress import Progress
+
 Work = Callable[[], None]
+
+K = TypeVar("K", bound=Hashable)
 
 
 class Graphs:
@@ -64,6 +69,16 @@ class Graphs:
             graph.replay()  # the first replay uploads it
             self.stream.synchronize()
         return graph.replay
+
+    def record(self, pieces: Mapping[K, Work], progress: Progress) -> dict[K, Work]:
+        """Captures every piece of work, in order; `progress` is told of each."""
+        if self.stream is not None:
+            torch.cuda.synchronize(self.device)  # the buffers were filled on another stream
+        recorded: dict[K, Work] = {}
+        for key, work in pieces.items():
+            recorded[key] = self.capture(work)
+            progress(len(recorded), len(pieces))
+        return recorded
 
 
 def buckets(most: int, steps: tuple[int, ...] = ()) -> tuple[int, ...]:
