@@ -30,7 +30,8 @@ class Running:
         group: its ping-pong group; it changes to `wanted` with nothing in flight.
         session: the draft session that knows it, 0: none.
         live: that draft has every context row.
-        most_nodes: rows that its own tree has at most; the drafting sets it.
+        most_nodes, branches: rows that its own tree has at most, and whether it may branch; the
+            drafting sets them.
         cursor: estimate of the rows given to that draft.
         rewind_at: step from which the cursor may be set back to `behind_rows`; 0: nothing to do.
         patience: steps until the next rewind after another Behind.
@@ -53,6 +54,7 @@ class Running:
     session: int = 0
     live: bool = False
     most_nodes: int = 1
+    branches: bool = False
     cursor: int = 0
     rewind_at: int = 0
     behind_rows: int = 0

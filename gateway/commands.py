@@ -81,7 +81,14 @@ def fill_target_plan(plan: target_pb2.TargetPlan, step: Step, ledger: Ledger) ->
     plan.kind = common_pb2.STEP_KIND_DECODE
     for running, nodes, replay in zip(step.entries, step.nodes_of, step.replays, strict=True):
         slot = running.slot
-        add(slot=slot, epoch=running.epoch, reserve=watermark(slot), nodes=nodes, replay=replay)
+        add(
+            slot=slot,
+            epoch=running.epoch,
+            reserve=watermark(slot),
+            nodes=nodes,
+            replay=replay,
+            branches=nodes > 1 and running.branches,
+        )
 
 
 def fill_draft_plan(plan: draft_pb2.DraftPlan, step: Step) -> None:
@@ -92,12 +99,12 @@ def fill_draft_plan(plan: draft_pb2.DraftPlan, step: Step) -> None:
     add = plan.entries.add
     if step.kind == PREFILL:
         plan.kind = common_pb2.STEP_KIND_PREFILL
-        for running in step.entries:
-            add(slot=running.slot, epoch=running.epoch, nodes=1)
+        for running, (_, count) in zip(step.entries, step.spans, strict=True):
+            add(slot=running.slot, epoch=running.epoch, nodes=1, rows=count)
         return
     plan.kind = common_pb2.STEP_KIND_DECODE
-    for running, nodes in zip(step.entries, step.nodes_of, strict=True):
-        add(slot=running.slot, epoch=running.epoch, nodes=nodes)
+    for running, nodes, replay in zip(step.entries, step.nodes_of, step.replays, strict=True):
+        add(slot=running.slot, epoch=running.epoch, nodes=nodes, rows=nodes + replay)
 
 
 def logprobs_of(rows: Iterable[target_pb2.TokenLogprobs]) -> tuple[TokenLogprob, ...]:

@@ -96,7 +96,7 @@ class Drafting:
         running.cursor = running.rewind_at = running.patience = 0
         self._counters.replayed += not running.live
         tree = self._pairing.tree_of(running.request.params)
-        running.most_nodes = tree.budget
+        running.most_nodes, running.branches = tree.budget, not tree.is_chain
         command = self._link.command()
         fill_draft_admit(command.admit, running, tree.to_proto())
         self._link.send(command)

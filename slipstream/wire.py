@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.v1 import common_pb2 as pb
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of everything in `protos/`; Hello refuses another."""
 
 MAX_FRAME = 1 << 20

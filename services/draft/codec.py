@@ -65,7 +65,7 @@ def decode(command: draft_pb2.DraftCommand, block_size: int) -> Command | None:
 
 
 def _plan(number: int, plan: draft_pb2.DraftPlan) -> Plan:
-    entries = tuple([PlanEntry(e.slot, e.epoch, e.nodes) for e in plan.entries])
+    entries = tuple([PlanEntry(e.slot, e.epoch, e.nodes, e.rows) for e in plan.entries])
     decodes = plan.kind == pb.STEP_KIND_DECODE
     return Plan(number, plan.step, plan.session, decodes, entries, plan.after)
 

@@ -31,11 +31,15 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry:
-    """One slot of a plan; `nodes` counts the root, 1 means that nothing is drafted."""
+    """One slot of a plan; `nodes` counts the root, 1 means that nothing is drafted.
+
+    `rows`: context rows of the slot that the step publishes at most.
+    """
 
     slot: int
     epoch: int
     nodes: int
+    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,9 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry:
-    """One slot of a plan; `first`, `count`, `last` for prefill, `nodes`, `replay` for decode."""
+    """One slot of a plan: `first`, `count`, `last` for prefill; `nodes`, `replay` for decode, and
+    `branches`, whether its proposal may.
+    """
 
     slot: int
     epoch: int
@@ -48,6 +50,7 @@ class PlanEntry:
     last: bool = False
     nodes: int = 0
     replay: int = 0
+    branches: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,9 @@ def _plan(number: int, message: target_pb2.TargetPlan, received_ns: int) -> Plan
         ]
     else:
         entries = [
-            PlanEntry(e.slot, e.epoch, e.reserve, nodes=e.nodes, replay=e.replay)
+            PlanEntry(
+                e.slot, e.epoch, e.reserve, nodes=e.nodes, replay=e.replay, branches=e.branches
+            )
             for e in message.entries
         ]
     return Plan(number, message.step, message.session, kind, entries, received_ns)

@@ -1,8 +1,12 @@
 """The handoff's messages and the interfaces of its two ends.
 
-All awaits block the calling engine thread and are always released: by the message, by the peer's
-`end`, by the peer's stream breaking, or by retirement. A released await returns None: that step,
-and every later one of the session, counts as empty.
+Messages pass through the host (`TargetEnd`, `DraftEnd`) or stay on GPUs (`DeviceTargetEnd`,
+`DeviceDraftEnd`), where the same content lies in rings (`slipstream.handoff.layout`).
+
+All awaits are always released: by the message, by the peer's `end`, by the peer's stream breaking,
+or by retirement. Those of the host block the calling engine thread, and a released one returns
+None; those of a device block its current stream, and a released one lets it read a ring entry of
+another step, which counts as nothing. That step, and every later one of the session, is empty.
 """
 
 from __future__ import annotations
@@ -123,4 +127,82 @@ class DraftEnd(Protocol):
 
     def end(self, reason: str) -> None:
         """Tells the peer that every later step is empty and closes. Idempotent."""
+        ...
+
+
+class DeviceTargetEnd(Protocol):
+    """The target's side of one session whose messages stay on GPUs.
+
+    `await_*` and `publish` put an operation on the current stream and return at once; no-ops once
+    the session ended.
+    """
+
+    session: int
+    which: int
+    """The set of rings and flags."""
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    def await_proposal(self, step: int) -> None:
+        """The stream waits until the draft published its proposal of `step`."""
+        ...
+
+    def await_room(self, step: int) -> None:
+        """The stream waits until the draft took the context of `step` - RING."""
+        ...
+
+    def publish(self, step: int) -> None:
+        """The stream says that the context of `step`, and what it names, is in memory."""
+        ...
+
+    def passed(self, step: int, waited_ns: int) -> None:
+        """The results of `step` are on the host; its stream waited so long for the draft.
+
+        Any thread; every step with `await_proposal`, in order. The watchdog lives on it.
+        """
+        ...
+
+    def end(self, reason: str) -> None:
+        """Tells the peer that every later step is empty, and releases every wait. Idempotent."""
+        ...
+
+
+class DeviceDraftEnd(Protocol):
+    """The draft's side of one session whose messages stay on GPUs; see `DeviceTargetEnd`."""
+
+    session: int
+    which: int
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    def await_context(self, step: int) -> None:
+        """The stream waits until the target published the context of `step`."""
+        ...
+
+    def consumed(self, step: int) -> None:
+        """The stream says that the context up to `step` was taken."""
+        ...
+
+    def publish(self, step: int) -> None:
+        """The stream says that the proposal of `step` is in memory."""
+        ...
+
+    def planned(self, step: int) -> None:
+        """The host says that everything of `step` is on the stream."""
+        ...
+
+    def passed(self, step: int) -> None:
+        """The stream is through with `step`. Any thread; every step, in order."""
+        ...
+
+    def end(self, reason: str) -> None:
+        """Tells the peer that every later step is empty, and releases every wait. Idempotent."""
         ...

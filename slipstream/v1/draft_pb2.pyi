@@ -338,20 +338,24 @@ class DraftPlanEntry(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     epoch: _builtins.int
     nodes: _builtins.int
     """Nodes the target verifies; 1: nothing is drafted for this slot."""
+    rows: _builtins.int
+    """Most context rows that this step publishes of the slot: a chunk's, or nodes + replay. Room is made for them."""
     def __init__(
         self,
         *,
         slot: _builtins.int = ...,
         epoch: _builtins.int = ...,
         nodes: _builtins.int = ...,
+        rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "nodes", b"nodes", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "nodes", b"nodes", "rows", b"rows", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

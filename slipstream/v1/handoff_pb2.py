@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from slipstream.v1 import common_pb2 as slipstream_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/handoff.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"\x98\x01\n\x0bTargetFrame\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.slipstream.v1.PeerHelloH\x00\x12.\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x1b.slipstream.v1.ContextFrameH\x00\x12%\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x16.slipstream.v1.PeerEndH\x00\x42\x07\n\x05\x66rame\"\x99\x01\n\nDraftFrame\x12)\n\x05ready\x18\x01 \x01(\x0b\x32\x18.slipstream.v1.PeerReadyH\x00\x12\x30\n\x08proposal\x18\x02 \x01(\x0b\x32\x1c.slipstream.v1.ProposalFrameH\x00\x12%\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x16.slipstream.v1.PeerEndH\x00\x42\x07\n\x05\x66rame\"\xdc\x01\n\tPeerHello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07session\x18\x02 \x01(\x04\x12\x12\n\nfirst_step\x18\x03 \x01(\x04\x12\x15\n\rfeature_width\x18\x04 \x01(\r\x12+\n\rfeature_dtype\x18\x05 \x01(\x0e\x32\x14.slipstream.v1.DType\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\r\n\x05slots\x18\x07 \x01(\r\x12\x31\n\x0c\x66ingerprints\x18\x08 \x01(\x0b\x32\x1b.slipstream.v1.Fingerprints\"\x1c\n\tPeerReady\x12\x0f\n\x07session\x18\x01 \x01(\x04\"*\n\x07PeerEnd\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"q\n\rContextRecord\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tfirst_row\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x0e\n\x06\x61nchor\x18\x05 \x01(\r\x12\x11\n\tcaught_up\x18\x06 \x01(\x08\"\xb0\x01\n\x0c\x43ontextFrame\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12-\n\x07records\x18\x03 \x03(\x0b\x32\x1c.slipstream.v1.ContextRecord\x12\x0c\n\x04rows\x18\x04 \x01(\x0c\x12#\n\x05\x64type\x18\x05 \x01(\x0e\x32\x14.slipstream.v1.DType\x12\x11\n\trow_count\x18\x06 \x01(\r\x12\x0c\n\x04last\x18\x07 \x01(\x08\"\x8f\x01\n\rProposalFrame\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12*\n\x05slots\x18\x03 \x03(\x0b\x32\x1b.slipstream.v1.ProposedSlot\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x0f\n\x07parents\x18\x05 \x01(\x0c\x12\x12\n\ndrafted_ns\x18\x06 \x01(\x04\":\n\x0cProposedSlot\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05nodes\x18\x03 \x01(\r2W\n\x0eHandoffService\x12\x45\n\x08\x45xchange\x12\x1a.slipstream.v1.TargetFrame\x1a\x19.slipstream.v1.DraftFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/handoff.proto\x12\rslipstream.v1\x1a\x1aslipstream/v1/common.proto\"\xc5\x01\n\x0bTargetFrame\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.slipstream.v1.PeerHelloH\x00\x12.\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x1b.slipstream.v1.ContextFrameH\x00\x12%\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x16.slipstream.v1.PeerEndH\x00\x12+\n\x06probed\x18\x04 \x01(\x0b\x32\x19.slipstream.v1.PeerProbedH\x00\x42\x07\n\x05\x66rame\"\x99\x01\n\nDraftFrame\x12)\n\x05ready\x18\x01 \x01(\x0b\x32\x18.slipstream.v1.PeerReadyH\x00\x12\x30\n\x08proposal\x18\x02 \x01(\x0b\x32\x1c.slipstream.v1.ProposalFrameH\x00\x12%\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x16.slipstream.v1.PeerEndH\x00\x42\x07\n\x05\x66rame\"\x88\x02\n\tPeerHello\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07session\x18\x02 \x01(\x04\x12\x12\n\nfirst_step\x18\x03 \x01(\x04\x12\x15\n\rfeature_width\x18\x04 \x01(\r\x12+\n\rfeature_dtype\x18\x05 \x01(\x0e\x32\x14.slipstream.v1.DType\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\r\n\x05slots\x18\x07 \x01(\r\x12\x31\n\x0c\x66ingerprints\x18\x08 \x01(\x0b\x32\x1b.slipstream.v1.Fingerprints\x12*\n\x06\x64\x65vice\x18\t \x01(\x0b\x32\x1a.slipstream.v1.DeviceOffer\"I\n\tPeerReady\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0b\n\x03pid\x18\x04 \x01(\r\"=\n\nPeerProbed\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xda\x01\n\x0b\x44\x65viceOffer\x12\x11\n\texport_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x10\n\x08gpu_uuid\x18\x04 \x01(\t\x12\x15\n\rmemory_handle\x18\x05 \x01(\x0c\x12\x0f\n\x07segment\x18\x06 \x01(\t\x12\x0b\n\x03set\x18\x07 \x01(\r\x12\r\n\x05probe\x18\x08 \x01(\x04\x12\r\n\x05slots\x18\t \x01(\r\x12\r\n\x05pages\x18\n \x01(\r\x12\x11\n\tpage_size\x18\x0b \x01(\r\x12\x13\n\x0btable_pages\x18\x0c \x01(\r\"*\n\x07PeerEnd\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"q\n\rContextRecord\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tfirst_row\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x0e\n\x06\x61nchor\x18\x05 \x01(\r\x12\x11\n\tcaught_up\x18\x06 \x01(\x08\"\xb0\x01\n\x0c\x43ontextFrame\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12-\n\x07records\x18\x03 \x03(\x0b\x32\x1c.slipstream.v1.ContextRecord\x12\x0c\n\x04rows\x18\x04 \x01(\x0c\x12#\n\x05\x64type\x18\x05 \x01(\x0e\x32\x14.slipstream.v1.DType\x12\x11\n\trow_count\x18\x06 \x01(\r\x12\x0c\n\x04last\x18\x07 \x01(\x08\"\x8f\x01\n\rProposalFrame\x12\x0f\n\x07session\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12*\n\x05slots\x18\x03 \x03(\x0b\x32\x1b.slipstream.v1.ProposedSlot\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x0f\n\x07parents\x18\x05 \x01(\x0c\x12\x12\n\ndrafted_ns\x18\x06 \x01(\x04\":\n\x0cProposedSlot\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05nodes\x18\x03 \x01(\r2W\n\x0eHandoffService\x12\x45\n\x08\x45xchange\x12\x1a.slipstream.v1.TargetFrame\x1a\x19.slipstream.v1.DraftFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,27 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.v1.handoff_pb2',
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TARGETFRAME']._serialized_start=75
-  _globals['_TARGETFRAME']._serialized_end=227
-  _globals['_DRAFTFRAME']._serialized_start=230
-  _globals['_DRAFTFRAME']._serialized_end=383
-  _globals['_PEERHELLO']._serialized_start=386
-  _globals['_PEERHELLO']._serialized_end=606
-  _globals['_PEERREADY']._serialized_start=608
-  _globals['_PEERREADY']._serialized_end=636
-  _globals['_PEEREND']._serialized_start=638
-  _globals['_PEEREND']._serialized_end=680
-  _globals['_CONTEXTRECORD']._serialized_start=682
-  _globals['_CONTEXTRECORD']._serialized_end=795
-  _globals['_CONTEXTFRAME']._serialized_start=798
-  _globals['_CONTEXTFRAME']._serialized_end=974
-  _globals['_PROPOSALFRAME']._serialized_start=977
-  _globals['_PROPOSALFRAME']._serialized_end=1120
-  _globals['_PROPOSEDSLOT']._serialized_start=1122
-  _globals['_PROPOSEDSLOT']._serialized_end=1180
-  _globals['_HANDOFFSERVICE']._serialized_start=1182
-  _globals['_HANDOFFSERVICE']._serialized_end=1269
+  _globals['_TARGETFRAME']._serialized_end=272
+  _globals['_DRAFTFRAME']._serialized_start=275
+  _globals['_DRAFTFRAME']._serialized_end=428
+  _globals['_PEERHELLO']._serialized_start=431
+  _globals['_PEERHELLO']._serialized_end=695
+  _globals['_PEERREADY']._serialized_start=697
+  _globals['_PEERREADY']._serialized_end=770
+  _globals['_PEERPROBED']._serialized_start=772
+  _globals['_PEERPROBED']._serialized_end=833
+  _globals['_DEVICEOFFER']._serialized_start=836
+  _globals['_DEVICEOFFER']._serialized_end=1054
+  _globals['_PEEREND']._serialized_start=1056
+  _globals['_PEEREND']._serialized_end=1098
+  _globals['_CONTEXTRECORD']._serialized_start=1100
+  _globals['_CONTEXTRECORD']._serialized_end=1213
+  _globals['_CONTEXTFRAME']._serialized_start=1216
+  _globals['_CONTEXTFRAME']._serialized_end=1392
+  _globals['_PROPOSALFRAME']._serialized_start=1395
+  _globals['_PROPOSALFRAME']._serialized_end=1538
+  _globals['_PROPOSEDSLOT']._serialized_start=1540
+  _globals['_PROPOSEDSLOT']._serialized_end=1598
+  _globals['_HANDOFFSERVICE']._serialized_start=1600
+  _globals['_HANDOFFSERVICE']._serialized_end=1687
 # @@protoc_insertion_point(module_scope)

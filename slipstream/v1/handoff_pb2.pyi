@@ -26,24 +26,28 @@ class TargetFrame(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     CONTEXT_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    PROBED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___PeerHello: ...
     @_builtins.property
     def context(self) -> Global___ContextFrame: ...
     @_builtins.property
     def end(self) -> Global___PeerEnd: ...
+    @_builtins.property
+    def probed(self) -> Global___PeerProbed: ...
     def __init__(
         self,
         *,
         hello: Global___PeerHello | None = ...,
         context: Global___ContextFrame | None = ...,
         end: Global___PeerEnd | None = ...,
+        probed: Global___PeerProbed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "end", b"end", "frame", b"frame", "hello", b"hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "end", b"end", "frame", b"frame", "hello", b"hello", "probed", b"probed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "end", b"end", "frame", b"frame", "hello", b"hello"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "end", b"end", "frame", b"frame", "hello", b"hello", "probed", b"probed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "context", "end"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["hello", "context", "end", "probed"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -91,6 +95,7 @@ class PeerHello(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     FINGERPRINTS_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     session: _builtins.int
     first_step: _builtins.int
@@ -100,6 +105,10 @@ class PeerHello(_message.Message):
     slots: _builtins.int
     @_builtins.property
     def fingerprints(self) -> _common_pb2.Fingerprints: ...
+    @_builtins.property
+    def device(self) -> Global___DeviceOffer:
+        """Absent: this session uses the stream."""
+
     def __init__(
         self,
         *,
@@ -111,10 +120,11 @@ class PeerHello(_message.Message):
         vocab_size: _builtins.int = ...,
         slots: _builtins.int = ...,
         fingerprints: _common_pb2.Fingerprints | None = ...,
+        device: Global___DeviceOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprints", b"fingerprints"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "fingerprints", b"fingerprints"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["feature_dtype", b"feature_dtype", "feature_width", b"feature_width", "fingerprints", b"fingerprints", "first_step", b"first_step", "protocol", b"protocol", "session", b"session", "slots", b"slots", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "feature_dtype", b"feature_dtype", "feature_width", b"feature_width", "fingerprints", b"fingerprints", "first_step", b"first_step", "protocol", b"protocol", "session", b"session", "slots", b"slots", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -125,19 +135,118 @@ class PeerReady(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
     session: _builtins.int
+    device: _builtins.bool
+    """Whether the offered memory is mapped and this side of the probe is under way."""
+    reason: _builtins.str
+    """Why not; empty without an offer."""
+    pid: _builtins.int
+    """Process of the draft, as its host numbers it."""
     def __init__(
         self,
         *,
         session: _builtins.int = ...,
+        device: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        pid: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "pid", b"pid", "reason", b"reason", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PeerReady: _TypeAlias = PeerReady  # noqa: Y015
+
+@_typing.final
+class PeerProbed(_message.Message):
+    """The outcome of the probe, one round trip over flags and memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    session: _builtins.int
+    device: _builtins.bool
+    reason: _builtins.str
+    """Why not."""
+    def __init__(
+        self,
+        *,
+        session: _builtins.int = ...,
+        device: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "reason", b"reason", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerProbed: _TypeAlias = PeerProbed  # noqa: Y015
+
+@_typing.final
+class DeviceOffer(_message.Message):
+    """Memory of the target that a draft on the same node may map. See slipstream.handoff.layout for what lies where."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPORT_ID_FIELD_NUMBER: _builtins.int
+    BOOT_ID_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    GPU_UUID_FIELD_NUMBER: _builtins.int
+    MEMORY_HANDLE_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    SET_FIELD_NUMBER: _builtins.int
+    PROBE_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    TABLE_PAGES_FIELD_NUMBER: _builtins.int
+    export_id: _builtins.int
+    """Identifies this memory: random, one for each life of a target. What was mapped under it is mapped once."""
+    boot_id: _builtins.str
+    """Identifies the running node."""
+    pid: _builtins.int
+    gpu_uuid: _builtins.str
+    memory_handle: _builtins.bytes
+    segment: _builtins.str
+    """Name of the shared segment with the flags."""
+    set: _builtins.int
+    """Number of the set of flags and rings that this session uses."""
+    probe: _builtins.int
+    """A number that lies in memory and is handed back through the flags."""
+    slots: _builtins.int
+    pages: _builtins.int
+    page_size: _builtins.int
+    table_pages: _builtins.int
+    def __init__(
+        self,
+        *,
+        export_id: _builtins.int = ...,
+        boot_id: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        gpu_uuid: _builtins.str = ...,
+        memory_handle: _builtins.bytes = ...,
+        segment: _builtins.str = ...,
+        set: _builtins.int = ...,
+        probe: _builtins.int = ...,
+        slots: _builtins.int = ...,
+        pages: _builtins.int = ...,
+        page_size: _builtins.int = ...,
+        table_pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "export_id", b"export_id", "gpu_uuid", b"gpu_uuid", "memory_handle", b"memory_handle", "page_size", b"page_size", "pages", b"pages", "pid", b"pid", "probe", b"probe", "segment", b"segment", "set", b"set", "slots", b"slots", "table_pages", b"table_pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceOffer: _TypeAlias = DeviceOffer  # noqa: Y015
 
 @_typing.final
 class PeerEnd(_message.Message):

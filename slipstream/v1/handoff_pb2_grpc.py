@@ -47,7 +47,9 @@ class HandoffServiceServicer(object):
     """
 
     def Exchange(self, request_iterator, context):
-        """One session. The target opens it and sends PeerHello; the draft answers PeerReady, or fails the call.
+        """One session. The target opens it and sends PeerHello; the draft answers PeerReady, or fails the call. Where the
+        target offered device memory and the draft took it, PeerProbed follows from the target and says whether it is used:
+        if so the stream carries nothing more but the end, and is the sign of life; if not the session goes on over it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,10 @@ class HandoffServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> HandoffServiceAsyncStub: ...
     Exchange: _grpc.StreamStreamMultiCallable[_handoff_pb2.TargetFrame, _handoff_pb2.DraftFrame]
-    """One session. The target opens it and sends PeerHello; the draft answers PeerReady, or fails the call."""
+    """One session. The target opens it and sends PeerHello; the draft answers PeerReady, or fails the call. Where the
+    target offered device memory and the draft took it, PeerProbed follows from the target and says whether it is used:
+    if so the stream carries nothing more but the end, and is the sign of life; if not the session goes on over it.
+    """
 
 @_typing.type_check_only
 class HandoffServiceAsyncStub(HandoffServiceStub):
@@ -42,7 +45,10 @@ class HandoffServiceAsyncStub(HandoffServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Exchange: _aio.StreamStreamMultiCallable[_handoff_pb2.TargetFrame, _handoff_pb2.DraftFrame]  # type: ignore[assignment]
-    """One session. The target opens it and sends PeerHello; the draft answers PeerReady, or fails the call."""
+    """One session. The target opens it and sends PeerHello; the draft answers PeerReady, or fails the call. Where the
+    target offered device memory and the draft took it, PeerProbed follows from the target and says whether it is used:
+    if so the stream carries nothing more but the end, and is the sign of life; if not the session goes on over it.
+    """
 
 class HandoffServiceServicer(metaclass=_abc_1.ABCMeta):
     """The direct path between target and draft, served by the draft."""
@@ -53,6 +59,9 @@ class HandoffServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_handoff_pb2.TargetFrame],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_handoff_pb2.DraftFrame], _abc.AsyncIterator[_handoff_pb2.DraftFrame]]:
-        """One session. The target opens it and sends PeerHello; the draft answers PeerReady, or fails the call."""
+        """One session. The target opens it and sends PeerHello; the draft answers PeerReady, or fails the call. Where the
+        target offered device memory and the draft took it, PeerProbed follows from the target and says whether it is used:
+        if so the stream carries nothing more but the end, and is the sign of life; if not the session goes on over it.
+        """
 
 def add_HandoffServiceServicer_to_server(servicer: HandoffServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -322,6 +322,7 @@ class TargetPlanEntry(_message.Message):
     LAST_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     REPLAY_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     epoch: _builtins.int
     reserve: _builtins.int
@@ -332,6 +333,10 @@ class TargetPlanEntry(_message.Message):
     """Decode: rows of this slot, root included; 1 is plain decode."""
     replay: _builtins.int
     """Decode: context rows that may be published beyond `nodes`, for a slot that is behind."""
+    branches: _builtins.bool
+    """Decode: whether the proposal may branch. Of one that does without this, the longest beginning without a branch is
+    verified.
+    """
     def __init__(
         self,
         *,
@@ -342,10 +347,11 @@ class TargetPlanEntry(_message.Message):
         last: _builtins.bool = ...,
         nodes: _builtins.int = ...,
         replay: _builtins.int = ...,
+        branches: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "epoch", b"epoch", "from", b"from", "last", b"last", "nodes", b"nodes", "replay", b"replay", "reserve", b"reserve", "slot", b"slot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "count", b"count", "epoch", b"epoch", "from", b"from", "last", b"last", "nodes", b"nodes", "replay", b"replay", "reserve", b"reserve", "slot", b"slot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
