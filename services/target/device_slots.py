@@ -153,7 +153,7 @@ class _Transfer:
             self._event.record()
 
     def wait(self) -> None:
-        if self._event is not None and not self._event.query():
+        if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
             self._event.synchronize()
 
 

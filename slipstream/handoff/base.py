@@ -12,7 +12,7 @@ another step, which counts as nothing. That step, and every later one of the ses
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,7 @@ class TargetEnd(Protocol):
     """The target's side of one session."""
 
     session: int
+    transport: Literal["grpc"]
 
     @property
     def alive(self) -> bool:
@@ -110,6 +111,7 @@ class DraftEnd(Protocol):
     """The draft's side of one session."""
 
     session: int
+    transport: Literal["grpc"]
 
     @property
     def alive(self) -> bool: ...
@@ -138,6 +140,7 @@ class DeviceTargetEnd(Protocol):
     """
 
     session: int
+    transport: Literal["cuda_ipc"]
     which: int
     """The set of rings and flags."""
 
@@ -175,6 +178,7 @@ class DeviceDraftEnd(Protocol):
     """The draft's side of one session whose messages stay on GPUs; see `DeviceTargetEnd`."""
 
     session: int
+    transport: Literal["cuda_ipc"]
     which: int
 
     @property

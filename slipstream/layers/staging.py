@@ -34,7 +34,7 @@ class _Slot:
             self.event.record()
 
     def wait(self) -> None:
-        if self.event is not None and not self.event.query():
+        if self.event is not None and not self.event.query():  # type: ignore[no-untyped-call]
             self.event.synchronize()
 
     def read(self) -> Host:
