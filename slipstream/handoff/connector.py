@@ -140,7 +140,7 @@ class GrpcConnector:
             return
         if answer.ready.device:
             greeting.export.mapped = True
-            await asyncio.to_thread(greeting.export.pool.met, greeting.lane, answer.ready.pid)
+            await to_its_end(greeting.export.pool.met, greeting.lane, answer.ready.pid)
         else:
             greeting.give_up(answer.ready.reason or "the draft took no offer", refused=True)
 

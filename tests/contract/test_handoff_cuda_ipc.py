@@ -227,6 +227,20 @@ async def test_the_watchdog_counts_from_what_the_draft_planned() -> None:
         await leave(target, draft)
 
 
+async def test_the_watchdog_does_not_count_the_step_itself() -> None:
+    async with serving(watchdog_ms=50) as pair:
+        target, draft = await pair.session()
+        draft.publish(FIRST)
+        draft.planned(FIRST)
+        await asyncio.to_thread(target.await_proposal, FIRST)
+        target.publish(FIRST)
+        await asyncio.sleep(0.2)  # the step's forward pass takes its time
+        assert target.alive
+        target.passed(FIRST, 0)
+        draft.passed(FIRST)
+        await leave(target, draft)
+
+
 async def test_the_watchdog_waits_for_room_as_well() -> None:
     async with serving(watchdog_ms=100) as pair:
         target, draft = await pair.session()

@@ -17,6 +17,9 @@ OVERSLEPT_S = 0.05
 """A tick that took longer is our own delay (the process stood still, or another thread held the
 interpreter), and what is beyond does not count against the peer."""
 
+QUICKLY = 300
+"""Stores that follow each other quickly; an engine that has not noticed by then takes longer."""
+
 
 class DeviceEnd:
     """One side of a session. A thread of it beats, watches the peer and releases waits; it makes
@@ -139,6 +142,7 @@ class DeviceEnd:
 
     def _watch(self) -> None:
         before = time.monotonic()
+        stores = 0
         while True:
             with self._lock:
                 if self._over():
@@ -150,9 +154,10 @@ class DeviceEnd:
                 if late is not None:
                     self.retire(late)
             if not self.alive:
+                stores += 1
                 for flag in self._releases:
                     self._lane.store(flag, RELEASED)
-            self._woken.wait(self._times.tick if self.alive else self._times.release)
+            self._woken.wait(self._times.release if 0 < stores < QUICKLY else self._times.tick)
             self._woken.clear()
             now = time.monotonic()
             self._overslept += max(0.0, now - before - OVERSLEPT_S)

@@ -136,8 +136,8 @@ class Mapper:
         Raises Refused with the reason; then nothing of the set was touched.
         """
         layout = layout_of(offer, spec)
-        self._check_gpu(offer.gpu_uuid)
         try:
+            self._check_gpu(offer.gpu_uuid)
             with self._lock:
                 mapping = self._mapping(offer, layout)
                 mapping.users += 1

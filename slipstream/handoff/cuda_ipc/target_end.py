@@ -80,6 +80,9 @@ class CudaTargetEnd(DeviceEnd):
                 return None
             step, proposal, since = self._parked[0]
             since, limit = max(since, self._passed_at), self._waits.limit
+        flag, value = (Flag.PROPOSAL, step) if proposal else (Flag.CONSUMED, step - RING)
+        if self._lane.load(flag) >= value:
+            return None  # it came: the step's own work takes its time
         if self._planned_step != step:
             # A step that the draft has not planned is the gateway's delay, not the draft's.
             if self._lane.load(Flag.PLANNED) < step:
