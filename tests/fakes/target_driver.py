@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from services.target.commands import (
     Admit,
@@ -26,15 +26,25 @@ from services.target.engine import Engine
 from services.target.runner import SlotAdmit, TargetRunner
 from slipstream.errors import SlipstreamError
 from slipstream.grammar import Grammar
-from slipstream.handoff.base import ContextMessage, PeerSpec, Proposal, TargetEnd
+from slipstream.handoff.base import (
+    ContextMessage,
+    DeviceTargetEnd,
+    PeerSpec,
+    Proposal,
+    TargetEnd,
+)
 from slipstream.params import SamplingParams
 
 R = TypeVar("R", bound=TargetRunner)
 WAIT_S = 20.0
 
+Done = Callable[[TargetEnd | DeviceTargetEnd | SlipstreamError], None]
+
 
 class FakeEnd:
     """A handoff end in memory; `propose` makes the proposal of a step from what was published."""
+
+    transport: Literal["grpc"] = "grpc"
 
     def __init__(self, session: int) -> None:
         self.session = session
@@ -64,8 +74,10 @@ class FakeEnd:
 @dataclass
 class FakeConnector:
     calls: list[tuple[int, int, str, PeerSpec]] = field(default_factory=list)
-    answer: Callable[[int], TargetEnd | SlipstreamError | None] = FakeEnd
-    pending: list[Callable[[TargetEnd | SlipstreamError], None]] = field(default_factory=list)
+    answer: Callable[[int], TargetEnd | DeviceTargetEnd | SlipstreamError | None] = FakeEnd
+    pending: list[Callable[[TargetEnd | DeviceTargetEnd | SlipstreamError], None]] = field(
+        default_factory=list
+    )
 
     def connect(
         self,
@@ -73,7 +85,8 @@ class FakeConnector:
         first_step: int,
         address: str,
         spec: PeerSpec,
-        done: Callable[[TargetEnd | SlipstreamError], None],
+        done: Done,
+        export: Any = None,
     ) -> None:
         self.calls.append((session, first_step, address, spec))
         answer = self.answer(session)

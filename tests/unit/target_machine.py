@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from services.target.commands import (
     Admit,
@@ -33,6 +34,7 @@ from services.target.runner import SlotAdmit
 from slipstream.errors import PeerLost, SlipstreamError
 from slipstream.handoff.base import (
     ContextMessage,
+    DeviceTargetEnd,
     PeerSpec,
     Proposal,
     ProposedTree,
@@ -71,6 +73,8 @@ class Request:
 
 class End:
     """The draft: keeps rows, proposes trees that are right, wrong or torn."""
+
+    transport: Literal["grpc"] = "grpc"
 
     def __init__(self, machine: Machine, session: int) -> None:
         self.machine = machine
@@ -130,7 +134,8 @@ class Connector:
         first_step: int,
         address: str,
         spec: PeerSpec,
-        done: Callable[[TargetEnd | SlipstreamError], None],
+        done: Callable[[TargetEnd | DeviceTargetEnd | SlipstreamError], None],
+        export: Any = None,
     ) -> None:
         bad = self.machine.rng.random() < 0.2
         self.made = None if bad else End(self.machine, session)
