@@ -178,7 +178,8 @@ class GrpcAcceptor(handoff_pb2_grpc.HandoffServiceServicer):
 
     def _abandon(self, seat: Seat) -> asyncio.Future[None]:
         """Begins at once, whether it is awaited or not."""
-        return self._loop.run_in_executor(None, seat.abandon, seat.times.probe)
+        # Probes share a stream: another one may be ahead of this until its own time is over.
+        return self._loop.run_in_executor(None, seat.abandon, 3 * seat.times.probe)
 
     async def _probed(self, incoming: AsyncIterator[Any]) -> str:
         """Why the probe failed, from the target; empty if it did not."""

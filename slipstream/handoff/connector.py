@@ -163,10 +163,11 @@ class GrpcConnector:
         """The session's device end if the round trip over memory and flags works."""
         lane, export = greeting.lane, greeting.export
         if lane is not None and export is not None:
-            if await to_its_end(export.probe, lane, greeting.probe):
-                lane.reset(greeting.first_step - 1)
+            reason = await to_its_end(export.probe, lane, greeting.probe)
+            if reason:
+                greeting.give_up(reason)
             else:
-                greeting.give_up(f"no answer to the probe within {export.times.probe:g} s")
+                lane.reset(greeting.first_step - 1)
             if greeting.lane is not None or self._handoff == "auto":
                 probed = handoff_pb2.PeerProbed(
                     session=greeting.session,

@@ -185,6 +185,14 @@ def test_an_export_closes_without_a_trace() -> None:
     assert not list(FOLDER.glob(f"slipstream-{export._id:016x}-*"))
 
 
+def test_without_a_driver_there_is_nothing_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    before = set(FOLDER.glob("slipstream-*"))
+    with pytest.raises(ConfigError, match=r"no device memory to share: cuda\.bindings"):
+        Export.create(LAYOUT, torch.device("cuda", 99))
+    assert set(FOLDER.glob("slipstream-*")) == before
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -226,5 +234,18 @@ def test_what_is_mapped_under_a_number_stays_what_it_is() -> None:
     with pytest.raises(Refused, match="the target runs on a GPU, the draft on a CPU"):
         mapper.accept(offer, SPEC)
     seat.abandon(1.0)
+    mapper.close()
+    export.close()
+
+
+def test_an_offer_that_is_over_is_left_alone() -> None:
+    export, mapper = Export.create(LAYOUT, CPU), Mapper(CPU)
+    lane = export.pool.take()
+    assert lane is not None
+    late = export.offer(lane, 17)
+    export.offer(lane, 18)
+    with pytest.raises(Refused, match="over"):
+        mapper.accept(late, SPEC)
+    assert lane.load(Flag.DRAFT_BEAT) == 0
     mapper.close()
     export.close()

@@ -30,7 +30,7 @@ class DeviceEnd:
     again and again, for the peer's stream may still write smaller numbers. It stops when the
     engine called `end` and its stream passed the last operation, and touches the flags no more.
 
-    `enter` and `passed` tell what is on the stream. Lock order: none is taken inside the lock.
+    Nothing is called under the lock that takes another one.
     """
 
     transport = "cuda_ipc"

@@ -86,25 +86,34 @@ class Export:
         return self.pool.free
 
     def offer(self, lane: Lane, probe: int) -> handoff_pb2.DeviceOffer:
-        """What a draft needs to use the set of `lane`."""
+        """What a draft needs to use the set of `lane`.
+
+        The set shows the number, so that a draft that comes too late sees that it is another's.
+        """
+        lane.store(Flag.CONSUMED, probe)
         return offer_of(
             self.layout, self._id, self._gpu, self._region.handle, self._segment.name,
             lane.which, probe,
         )  # fmt: skip
 
-    def probe(self, lane: Lane, number: int) -> bool:
+    def probe(self, lane: Lane, number: int) -> str:
         """The target's half of a probe, when the draft enqueued its own; blocks.
 
-        Whether the number came back through memory and flags. Both sides are released if not.
+        Empty if the number came back through memory and flags; else the reason, and the draft's
+        side is released.
         """
-        lane.ask(number, probe_address(self, lane))
         deadline = time.monotonic() + self.times.probe
-        while time.monotonic() < deadline:
-            if lane.load(Flag.PROPOSAL) == number and self._signals.idle():
-                return True
-            time.sleep(PROBE_POLL_S)
+        try:
+            lane.ask(number, probe_address(self, lane))
+            while time.monotonic() < deadline:
+                if lane.load(Flag.PROPOSAL) == number and self._signals.idle():
+                    return ""
+                time.sleep(PROBE_POLL_S)
+            reason = f"no answer to the probe within {self.times.probe:g} s"
+        except CudaError as error:
+            reason = f"the probe failed: {error}"
         lane.store(Flag.CONTEXT, RELEASED)
-        return False
+        return reason
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the sessions left and gives everything back, at the end of the process.

@@ -133,7 +133,7 @@ class Mapper:
     def accept(self, offer: handoff_pb2.DeviceOffer, spec: PeerSpec) -> Seat:
         """Maps what `offer` says and enqueues this side of the probe; may block.
 
-        Raises Refused with the reason; then nothing of the set was touched.
+        Raises Refused with the reason; then the set is not touched any more.
         """
         layout = layout_of(offer, spec)
         try:
@@ -144,12 +144,15 @@ class Mapper:
         except (CudaError, ConfigError) as error:
             raise Refused(f"the target's memory cannot be mapped: {error}") from error
         lane = Lane(mapping.segment, mapping.signals, offer.set)
+        if lane.load(Flag.CONSUMED) != offer.probe:
+            self.left(mapping, broken=False, may_close=False)
+            raise Refused("the offer is over")
         seat = Seat(self, mapping, lane)
         lane.store(Flag.DRAFT_BEAT, -os.getpid())
         try:
             lane.answer(probe_address(mapping, lane))
         except CudaError as error:
-            seat.abandon(self.times.probe)
+            seat.abandon(3 * self.times.probe)
             raise Refused(f"the probe cannot be enqueued: {error}") from error
         return seat
 
