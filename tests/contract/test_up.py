@@ -97,8 +97,8 @@ async def test_a_failed_start_says_what_the_process_said(name: str) -> None:
 
 @pytest.mark.anyio
 async def test_a_start_has_a_deadline() -> None:
-    cell, _ = launcher(target="silent", start_timeout_s=0.2)
-    with pytest.raises(LaunchFailed, match=r"^target was not ready within 0\.2 s$"):
+    cell, _ = launcher(target="silent", start_timeout_s=1.0)
+    with pytest.raises(LaunchFailed, match="^target was not ready within 1 s$"):
         async with cell:
             pass
 

@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -26,11 +27,21 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return mps_control.install(folder)
+    program = mps_control.install(folder)
+    yield program
+    for pid in mps_control.running(program):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """What the command takes for the system's temporary folder: one whose name is short."""
+    with tempfile.TemporaryDirectory(prefix="up-") as folder:
+        yield Path(folder)
 
 
 class Cell:
@@ -227,7 +238,7 @@ async def test_a_failed_start_ends_the_daemon(tmp_path: Path, program: Path) -> 
 
 
 @pytest.fixture
-def up(tmp_path: Path, program: Path) -> Callable[..., subprocess.Popen[str]]:
+def up(tmp_path: Path, program: Path, temporary: Path) -> Callable[..., subprocess.Popen[str]]:
     """The whole command over fakes, both servers on one GPU that nobody can name."""
     model = tmp_path / "a-model"
     model.mkdir()
@@ -248,14 +259,14 @@ def up(tmp_path: Path, program: Path) -> Callable[..., subprocess.Popen[str]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "TMPDIR": str(tmp_path)},
+            env={**os.environ, "TMPDIR": str(temporary)},
         )
 
     return start
 
 
 def test_a_signal_ends_the_daemon_too(
-    up: Callable[..., subprocess.Popen[str]], tmp_path: Path, program: Path
+    up: Callable[..., subprocess.Popen[str]], tmp_path: Path, program: Path, temporary: Path
 ) -> None:
     process = up()
     until(lambda: starts(tmp_path / "gateway"), "started")
@@ -264,7 +275,7 @@ def test_a_signal_ends_the_daemon_too(
     _, log = process.communicate(timeout=WAIT_S)
     assert process.returncode == 0, log
     assert not mps_control.running(program)
-    assert not list(tmp_path.glob("slipstream-mps-*"))
+    assert not list(temporary.iterdir())
     assert starts(tmp_path / "target")[0]["cuda"]["CUDA_MPS_PIPE_DIRECTORY"]
 
 
@@ -279,16 +290,16 @@ def test_a_failure_ends_the_daemon_too(
 
 
 def test_what_a_killed_command_left_is_removed_by_the_next(
-    up: Callable[..., subprocess.Popen[str]], tmp_path: Path, program: Path
+    up: Callable[..., subprocess.Popen[str]], tmp_path: Path, program: Path, temporary: Path
 ) -> None:
     process = up()
     until(lambda: starts(tmp_path / "gateway"), "started")
     process.kill()
     process.communicate()
     [left] = mps_control.daemons(program)
-    [folder] = tmp_path.glob("slipstream-mps-*")
+    [folder] = temporary.iterdir()
     assert mps_control.running(program) == left["pids"]
-    daemon = PrivateMps(root=tmp_path)
+    daemon = PrivateMps(root=temporary)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("slipstream.cli.mps._YOUNG_S", 0.0)
         asyncio.run(_once(daemon))
