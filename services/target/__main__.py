@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 settings.host,
                 settings.port,
                 watchdog_ms=settings.watchdog_ms,
+                handoff=settings.handoff,
                 drain_s=settings.drain_s,
             )
         )

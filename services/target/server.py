@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from services.target.engine import Engine
 from services.target.runner import TargetRunner, TargetSpec
@@ -35,12 +35,13 @@ class TargetServer:
         load: Callable[[], TargetRunner],
         *,
         watchdog_ms: int | None = None,
+        handoff: Literal["auto", "grpc", "cuda_ipc"] = "auto",
         lease_s: float = LEASE_S,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[BaseException] = self._loop.create_future()
         self._loaded: asyncio.Future[TargetSpec] = self._loop.create_future()
-        self._connector = GrpcConnector(self._loop, watchdog_ms)
+        self._connector = GrpcConnector(self._loop, watchdog_ms, handoff=handoff)
         self.engine = Engine(
             load,
             self._connector,
@@ -116,13 +117,14 @@ async def serve(
     port: int,
     *,
     watchdog_ms: int | None = None,
+    handoff: Literal["auto", "grpc", "cuda_ipc"] = "auto",
     drain_s: float = 30.0,
 ) -> int:
     """A target process from start to end; prints the READY line; returns the exit status.
 
     Raises ConfigError when the address, the model or the draft head is not usable.
     """
-    server = TargetServer(load, watchdog_ms=watchdog_ms)
+    server = TargetServer(load, watchdog_ms=watchdog_ms, handoff=handoff)
     signalled = asyncio.create_task(wait_for_signal())
     try:
         await server.start(host, port)

@@ -69,6 +69,11 @@ class TargetSettings(ProcessSettings):
     random_weights: bool = Field(
         False, description="make weights up: the model folders need no more than config.json"
     )
+    handoff: Literal["auto", "grpc", "cuda_ipc"] = Field(
+        "auto",
+        description="how features and trees go between target and draft; auto: cuda_ipc where "
+        "both are on GPUs of one machine that allow it, else grpc",
+    )
     watchdog_ms: int | None = Field(
         None, ge=1, description="longest wait for a proposal; default: learnt from those measured"
     )

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.cli.console import Console
-from slipstream.cli.launcher import CellCommands, Launcher, LaunchFailed
+from slipstream.cli.launcher import SERVERS, CellCommands, Launcher, LaunchFailed
+from slipstream.cli.mps import PrivateMps, client_environment
 from slipstream.cli.process import Child, describe_status
 from slipstream.cli.up_devices import (
     Devices,
     place,
     torch_has_cuda,
     visible_gpus,
+    with_mps,
     with_shares,
 )
 from slipstream.cli.up_settings import (
@@ -85,13 +87,17 @@ async def launcher_for(settings: UpSettings, programs: Programs, console: Consol
     try:
         devices = place(settings, gpus, torch_has_cuda=torch_has_cuda())
         devices = with_shares(settings, devices, gpus, target, draft)
+        if gpus:
+            console.say(str(devices))
+        devices = with_mps(settings, devices, gpus)
     except ConfigError as error:
         raise LaunchFailed(str(error)) from error
-    if gpus:
-        console.say(str(devices))
     return Launcher(
         commands(settings, programs, target, draft, devices),
         console,
+        restarted=SERVERS if settings.restart else (),
+        mps=PrivateMps(devices.gpu) if devices.mps else None,
+        needs_mps=settings.handoff == "cuda_ipc",
         in_turn=devices.in_turn,
         grace_s=settings.drain_s + 5.0,
         start_timeout_s=settings.start_timeout_s,
@@ -103,7 +109,7 @@ def commands(
 ) -> CellCommands:
     """Command lines for checked `settings`; `draft` is a folder, a bundled head or none.
 
-    The ports of target and draft are picked here, once: a draft comes back where the gateway looks
+    The ports of target and draft are picked here, once: a server comes back where the gateway looks
     for it.
     """
     drafts = draft != "none"
@@ -127,6 +133,7 @@ def commands(
         ("device", devices.target),
         ("memory-share", devices.target_share),
         ("prefill-attention-backend", settings.prefill_attention_backend),
+        ("handoff", settings.handoff),
         ("max-model-len", settings.max_model_len),
         ("served-name", name),
         ("drain-s", settings.drain_s),
@@ -159,6 +166,7 @@ def commands(
         target=(*programs.target, *_flags(for_target)),
         draft=(*programs.draft, *_flags(for_draft)) if drafts else None,
         gateway=(*programs.gateway, *_flags(for_gateway)),
+        server_environment=client_environment(devices.gpu),
     )
 
 
@@ -226,6 +234,9 @@ async def _run(settings: UpSettings, programs: Programs, console: Console) -> in
             await launcher.stop(orderly=False)
         print(f"error: {failed}", file=sys.stderr)
         return 1
+    finally:  # of an error that nobody expected, too, no daemon may be left
+        if launcher is not None:
+            await launcher.stop(orderly=False)
 
 
 def base_url(ready: dict[str, str]) -> str:

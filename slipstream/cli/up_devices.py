@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from slipstream.cli.up_settings import UpSettings
+from slipstream.cli.up_settings import UpSettings, check_on_gpus
 from slipstream.errors import ConfigError
 from slipstream.models.budget import (
     DRAFT_SLOTS,
@@ -43,6 +43,7 @@ class Gpu:
 
     memory: int
     capability: tuple[int, int]
+    uuid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,8 @@ class Devices:
 
     Attributes:
         draft: "" in a cell without a draft.
+        mps: whether the two are to be clients of one MPS daemon.
+        gpu: UUID of the only GPU that the servers see; "": they see all.
         tokens: for which target and draft both have pages, where they share a GPU.
     """
 
@@ -59,6 +62,8 @@ class Devices:
     target_share: float | None = None
     draft_share: float | None = None
     tokens: int | None = None
+    mps: bool = False
+    gpu: str = ""
 
     @property
     def shared(self) -> bool:
@@ -100,7 +105,7 @@ def visible_gpus(
             continue
         major, _, minor = words[3].partition(".")
         capability = (int(major), int(minor)) if major.isdecimal() else LEAST_CAPABILITY
-        known[words[0]] = known[words[1]] = Gpu(int(words[2]) << 20, capability)
+        known[words[0]] = known[words[1]] = Gpu(int(words[2]) << 20, capability, words[1])
     wanted = environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return tuple(gpu for name, gpu in known.items() if name.isdecimal())
@@ -171,6 +176,23 @@ def with_shares(
         raise ConfigError(f"--draft-memory-share: {of_draft:g} leaves nothing of {usable:g}")
     tokens = None if settings.draft_memory_share else plan.tokens
     return replace(given, target_share=of_target, draft_share=of_draft, tokens=tokens)
+
+
+def with_mps(settings: UpSettings, devices: Devices, gpus: Sequence[Gpu]) -> Devices:
+    """`devices` as they are under MPS, if that is to be: one GPU, the first of what servers see.
+
+    Raises ConfigError where cuda_ipc was asked for and there are no GPUs for it.
+    """
+    if settings.handoff == "cuda_ipc":
+        seen = (devices.target.replace("auto", "cpu"), devices.draft.replace("auto", "cpu"))
+        check_on_gpus(*seen)
+    if not devices.shared or settings.mps == "off" or settings.handoff == "grpc":
+        return devices
+    index = int(devices.target.partition(":")[2] or 0)
+    uuid = gpus[index].uuid if index < len(gpus) else ""
+    if not uuid:
+        return replace(devices, mps=True)
+    return replace(devices, target="cuda:0", draft="cuda:0", mps=True, gpu=uuid)
 
 
 def _within(devices: Devices, whole: float) -> Devices:

@@ -56,7 +56,17 @@ class UpSettings(ProcessSettings):
         None, description="draft one half of the requests while the other half is verified"
     )
     handoff: Literal["auto", "grpc", "cuda_ipc"] = Field(
-        "auto", description="how target and draft reach each other; auto: grpc"
+        "auto",
+        description="how features and trees go between target and draft; auto: cuda_ipc where "
+        "both are on GPUs of this machine that allow it, else grpc",
+    )
+    mps: Literal["auto", "off"] = Field(
+        "auto",
+        description="a private MPS daemon; auto: where target and draft share a GPU and the "
+        "handoff may be cuda_ipc",
+    )
+    restart: bool = Field(
+        True, description="whether a target or draft that died is started again; else the cell ends"
     )
     host: str = Field(LOOPBACK, description="address of the API")
     port: int = Field(8000, ge=0, le=65535, description="REST port; 0: any free one")
@@ -123,6 +133,8 @@ def check(settings: UpSettings) -> UpSettings:
     check_name("--target", settings.target, (EMBEDDED_TARGET,))
     embedded = settings.target == EMBEDDED_TARGET
     draft = settings.draft or (BUNDLED_HEADS[0] if embedded else "none")
+    if draft == "none" and settings.handoff == "cuda_ipc":
+        raise ConfigError("--handoff: cuda_ipc is between target and draft, --draft is none")
     if draft != "none":
         check_name("--draft", draft, BUNDLED_HEADS)
     elif settings.pins_nodes:
@@ -213,11 +225,15 @@ def _check_shares(settings: UpSettings) -> None:
 def _check_handoff(settings: UpSettings) -> None:
     if settings.handoff != "cuda_ipc":
         return
-    target = settings.target_device or settings.device
-    draft = settings.draft_device or settings.device
-    if not (target.startswith("cuda") and draft.startswith("cuda")):
+    check_on_gpus(
+        settings.target_device or settings.device, settings.draft_device or settings.device
+    )
+
+
+def check_on_gpus(target: str, draft: str) -> None:
+    """Raises ConfigError where cuda_ipc was asked for and one of these devices is a CPU."""
+    if "cpu" in (target, draft):
         raise ConfigError(
             f"--handoff: cuda_ipc needs target and draft on NVIDIA GPUs of this machine, "
             f"got --target-device {target}, --draft-device {draft}"
         )
-    raise ConfigError("--handoff: cuda_ipc is not part of this version; use grpc")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import signal
 import subprocess
@@ -11,47 +10,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
 from slipstream.cli.console import Console
-from slipstream.cli.launcher import CellCommands, Launcher, LaunchFailed, RestartPolicy
-
-CHILD = Path(__file__).parents[1] / "fakes" / "child.py"
-WAIT_S = 20.0
-
-
-def fake(behave: str = "", trace: Path | None = None) -> tuple[str, ...]:
-    argv = (sys.executable, "-S", str(CHILD), f"--behave={behave}")
-    return (*argv, f"--trace={trace}") if trace else argv
-
-
-def starts(trace: Path) -> list[dict[str, list[int]]]:
-    return [json.loads(line) for line in trace.read_text().splitlines()] if trace.exists() else []
-
-
-def pids(*traces: Path) -> list[int]:
-    return [pid for trace in traces for start in starts(trace) for pid in start["pids"]]
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
-
-
-def until(done: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not done():
-        assert time.monotonic() < deadline, f"never {what}"
-        time.sleep(0.02)
+from slipstream.cli.launcher import CellCommands, Launcher, LaunchFailed
+from slipstream.cli.recovery import RestartPolicy
+from tests.fakes.child import WAIT_S, alive, fake, pids, starts, until
 
 
 def launcher(
-    target: str = "", draft: str | None = "", gateway: str = "", **options: float
+    target: str = "", draft: str | None = "", gateway: str = "", **options: Any
 ) -> tuple[Launcher, io.StringIO]:
     log = io.StringIO()
     most = int(options.pop("most", 5))
@@ -98,15 +69,17 @@ async def test_a_draft_that_keeps_dying_ends_the_cell(tmp_path: Path) -> None:
         reason = str(failed)
     finally:
         await cell.stop(orderly=False)
-    assert reason.startswith("draft died more than 2 times within 60 s")
-    assert "exited with status 3" in reason
+    assert reason == (
+        "servers died more than 2 times within 600 s; at last draft exited with status 3"
+    )
     assert len(starts(trace)) == 3
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("name", ["target", "gateway"])
-async def test_target_and_gateway_must_live(name: str) -> None:
-    cell, _ = launcher()
+@pytest.mark.parametrize("name", ["target", "draft", "gateway"])
+async def test_what_is_not_restarted_ends_the_cell(name: str) -> None:
+    others = {"target", "draft"} - {name}
+    cell, _ = launcher(restarted=others)
     async with cell:
         os.kill(cell.pid(name), signal.SIGKILL)
         assert await cell.failure() == f"{name} was killed by SIGKILL"
@@ -124,8 +97,8 @@ async def test_a_failed_start_says_what_the_process_said(name: str) -> None:
 
 @pytest.mark.anyio
 async def test_a_start_has_a_deadline() -> None:
-    cell, _ = launcher(target="silent", start_timeout_s=0.2)
-    with pytest.raises(LaunchFailed, match=r"^target was not ready within 0\.2 s$"):
+    cell, _ = launcher(target="silent", start_timeout_s=1.0)
+    with pytest.raises(LaunchFailed, match="^target was not ready within 1 s$"):
         async with cell:
             pass
 

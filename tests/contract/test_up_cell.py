@@ -1,4 +1,4 @@
-"""A launched cell of the real gateway over fake models: its draft dies, and comes back."""
+"""A launched cell of the real gateway over fake models: its servers die, and come back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from slipstream.cli.bench import run_all
-from slipstream.cli.client import Options, client
+from slipstream.cli.client import COMPLETIONS, Options, ask, client, completion_body
 from slipstream.cli.console import Console
 from slipstream.cli.launcher import CellCommands, Launcher
 from slipstream.cli.prompts import Conversation
@@ -50,7 +50,7 @@ async def test_drafting_resumes_and_no_token_changes(commands: CellCommands) -> 
         client(base_url(cell.gateway), len(rows)) as http,
     ):
 
-        async def ask() -> tuple[list[str], Run]:
+        async def ask_all() -> tuple[list[str], Run]:
             run = await run_all(http, rows, len(rows), Options(max_tokens=48, temperature=0.0))
             assert not run.errors, log.getvalue()
             return [answer.text for answer in run.answers], run
@@ -58,16 +58,43 @@ async def test_drafting_resumes_and_no_token_changes(commands: CellCommands) -> 
         async def until_drafted() -> tuple[list[str], Run]:
             with anyio.fail_after(WAIT_S):
                 while True:
-                    texts, run = await ask()
+                    texts, run = await ask_all()
                     if any(nodes > 1 for answer in run.answers for nodes in answer.nodes):
                         return texts, run
                     await anyio.sleep(0.1)
 
         expected, _ = await until_drafted()
         os.kill(cell.pid("draft"), signal.SIGKILL)
-        without, _ = await ask()
+        without, _ = await ask_all()
         assert without == expected
         again, run = await until_drafted()
         assert again == expected
         assert run.summary()["tau"] > 1
     assert "draft is back" in log.getvalue()
+
+
+@pytest.mark.anyio
+async def test_a_request_outlives_its_target(commands: CellCommands) -> None:
+    body = completion_body([1, 2, 3], Options(max_tokens=400, temperature=0.0))
+    log = io.StringIO()
+    async with (
+        Launcher(commands, Console(log)) as cell,
+        client(base_url(cell.gateway)) as http,
+    ):
+
+        async def ready() -> bool:
+            return (await http.get("/ready")).status_code == 200
+
+        with anyio.fail_after(WAIT_S):
+            while not await ready():  # noqa: ASYNC110
+                await anyio.sleep(0.05)
+            expected = await ask(http, COMPLETIONS, body)
+            victims = [cell.pid("target")]
+
+            def kill(_: str) -> None:
+                if victims:
+                    os.kill(victims.pop(), signal.SIGKILL)
+
+            answer = await ask(http, COMPLETIONS, body, kill)
+    assert not victims and answer.text == expected.text
+    assert "target is back" in log.getvalue()

@@ -9,7 +9,7 @@ import pytest
 from services.draft.settings import DraftSettings
 from services.target.settings import TargetSettings
 from slipstream.cli import up
-from slipstream.cli.up_devices import Devices, Gpu, place, visible_gpus, with_shares
+from slipstream.cli.up_devices import Devices, Gpu, place, visible_gpus, with_mps, with_shares
 from slipstream.cli.up_settings import UpSettings, check
 from slipstream.errors import ConfigError
 from slipstream.settings import parse
@@ -146,6 +146,59 @@ def test_shares_reach_the_processes() -> None:
     assert target.prefill_attention_backend == "auto"
 
 
+NAMED = (Gpu(H200.memory, (9, 0), "GPU-a"), Gpu(H200.memory, (9, 0), "GPU-b"))
+
+
+def mps(gpus: tuple[Gpu, ...], *argv: str) -> Devices:
+    given = settings(*argv)
+    return with_mps(given, place(given, gpus), gpus)
+
+
+@pytest.mark.parametrize("argv", [[], ["--handoff=cuda_ipc"], ["--device=cuda"]])
+def test_one_gpu_for_both_is_under_mps(argv: list[str]) -> None:
+    one = mps(NAMED[:1], *argv)
+    assert (one.mps, one.gpu, one.target, one.draft) == (True, "GPU-a", "cuda:0", "cuda:0")
+
+
+def test_under_mps_the_servers_see_one_gpu_only() -> None:
+    second = mps(NAMED, "--device=cuda:1")
+    assert (second.gpu, second.target, second.draft) == ("GPU-b", "cuda:0", "cuda:0")
+    cell = up.commands(settings(), up.PROGRAMS, TARGET, DRAFT, second)
+    assert cell.server_environment == {"CUDA_VISIBLE_DEVICES": "GPU-b"}
+    unknown = mps((), "--device=cuda:1")
+    assert (unknown.mps, unknown.gpu, unknown.target) == (True, "", "cuda:1")
+    assert not up.commands(settings(), up.PROGRAMS, TARGET, DRAFT, unknown).server_environment
+
+
+@pytest.mark.parametrize(
+    ("gpus", "argv"),
+    [
+        (NAMED[:1], ["--mps=off"]),
+        (NAMED[:1], ["--handoff=grpc"]),
+        (NAMED[:1], ["--draft=none"]),
+        (NAMED[:1], ["--draft-device=cpu"]),
+        (NAMED, []),
+        ((), []),
+    ],
+)
+def test_no_mps_otherwise(gpus: tuple[Gpu, ...], argv: list[str]) -> None:
+    given = settings(*argv)
+    assert mps(gpus, *argv) == place(given, gpus)
+
+
+@pytest.mark.parametrize("gpus", [(), (T4,)])
+def test_cuda_ipc_needs_gpus(gpus: tuple[Gpu, ...]) -> None:
+    with pytest.raises(ConfigError, match="--handoff: cuda_ipc needs target and draft on NVIDIA"):
+        mps(gpus, "--handoff=cuda_ipc")
+
+
+def test_the_handoff_reaches_the_target() -> None:
+    given = settings("--handoff=cuda_ipc")
+    commands = up.commands(given, up.PROGRAMS, TARGET, DRAFT, place(given, (H200,)))
+    assert parse(TargetSettings, commands.target[4:]).handoff == "cuda_ipc"
+    assert parse(TargetSettings, ["--model=m"]).handoff == "auto"
+
+
 def test_a_bundled_head_is_known() -> None:
     given = settings()
     smollm = CONFIGS.parents[1] / "models" / "SmolLM2-135M-Instruct-JetSpec-b16"
@@ -182,4 +235,4 @@ def test_what_nvidia_smi_may_say() -> None:
     assert visible_gpus(lambda: "", {}) == ()
     assert visible_gpus(lambda: "No devices were found\n", {}) == ()
     assert visible_gpus(lambda: "0, GPU-a, [N/A], 9.0\n", {}) == ()
-    assert visible_gpus(lambda: SMI, {})[2] == Gpu(81559 << 20, (10, 0))
+    assert visible_gpus(lambda: SMI, {})[2] == Gpu(81559 << 20, (10, 0), "GPU-bbbc3333")
