@@ -230,16 +230,16 @@ def prefill_backend(place: Place, wanted: str, decode: str) -> str:
     return "flashinfer" if place.flashinfer and place.dtype == torch.bfloat16 else "triton"
 
 
-def prepare(place: Place) -> None:
+def prepare(place: Place, outside: int = 0) -> None:
     """Makes the GPU this process's current one, exact in fp32, and holds its memory to the share.
 
     TF32 would round what fp32 promises to keep. What does not go through torch's allocator is
-    within `CONTEXT`.
+    within `CONTEXT`, but for `outside` bytes.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     torch.cuda.set_device(place.device)
-    limit = place.share - CONTEXT / place.total
+    limit = place.share - (CONTEXT + outside) / place.total
     torch.cuda.set_per_process_memory_fraction(min(max(limit, 0.0), 1.0), place.device)
 
 

@@ -12,6 +12,8 @@ from services.target.kv_cache import KVCache
 from services.target.prefill import FlashInferAttention, PlainAttention, PrefillAttention
 from services.target.runner import TargetSpec
 from services.target.slots import MAX_LOGPROBS
+from slipstream.handoff.cuda_ipc import Export
+from slipstream.handoff.layout import Layout
 from slipstream.layers.graphs import Graphs
 from slipstream.models import CausalLM, ContextProjector
 
@@ -33,6 +35,7 @@ def device_runner(
     graphs: bool = True,
     vocabulary: Vocabulary | None = None,
     progress: Progress = lambda done, total: None,
+    shared: Export | None = None,
 ) -> DeviceRunner:
     """Takes all memory, compiles and loads every kernel.
 
@@ -42,11 +45,11 @@ def device_runner(
         attention: triton, or torch, which cannot be recorded.
         prefill_attention: triton, torch or flashinfer.
         vocabulary: what grammars are matched with; `spec` says whether there is one.
+        shared: the memory that a draft may map, with the features of `cache`.
 
     Raises ConfigError when FlashInfer is wanted and missing, or has no kernel for the type.
     """
     slots = DeviceSlots(spec.slots, spec.vocab_size, MAX_LOGPROBS, device)
-    max_pages = -(-spec.max_positions // spec.page_size)
     own = prefill_attention == attention == "triton"
     step = DeviceStep(
         model,
@@ -54,7 +57,7 @@ def device_runner(
         projector.config.target_layer_ids if projector is not None else (),
         slots,
         cache,
-        max_pages=max_pages,
+        max_pages=table_pages(spec),
         sizes=Sizes(
             decode_rows,
             spec.max_prefill_rows,
@@ -63,13 +66,32 @@ def device_runner(
         attention=attention,
         graphs=Graphs(device, graphs and attention != "torch"),
         grammars=vocabulary is not None,
+        most_commits=spec.most_commits,
+        shared=shared,
     )
     step.record(progress)
     own_prefill = _prefill(prefill_attention, model, step, cache)
-    runner = DeviceRunner(spec, step, slots, cache, own_prefill, vocabulary)
+    runner = DeviceRunner(spec, step, slots, cache, own_prefill, vocabulary, shared)
     if device.type == "cuda":
         runner.warm_up()
     return runner
+
+
+def table_pages(spec: TargetSpec) -> int:
+    """Pages of one slot at most."""
+    return -(-spec.max_positions // spec.page_size)
+
+
+def share(spec: TargetSpec, device: torch.device) -> Export:
+    """Memory for features, block tables and rings that a draft may map.
+
+    Raises ConfigError with the reason when that cannot be done here.
+    """
+    layout = Layout(
+        spec.slots, spec.pages, spec.page_size, table_pages(spec), spec.feature_width,
+        spec.feature_dtype,
+    )  # fmt: skip
+    return Export.create(layout, device)
 
 
 def _prefill(

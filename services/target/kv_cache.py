@@ -39,15 +39,19 @@ class KVCache:
         feature_width: int,
         feature_dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        features: Tensor | None = None,
     ) -> None:
-        """`feature_width` 0: no features are kept."""
+        """`feature_width` 0: no features are kept. `features`: where to keep them, zero."""
         self.page_size = page_size
         shape = (layers, 2, pages, page_size, kv_heads, head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self._rows = self.kv.view(2 * layers, pages * page_size, kv_heads * head_dim)
-        self.features = torch.zeros(
-            pages * page_size, feature_width, dtype=feature_dtype, device=device
-        )
+        shape_of_features = (pages * page_size, feature_width)
+        if features is None:
+            features = torch.zeros(shape_of_features, dtype=feature_dtype, device=device)
+        if features.shape != shape_of_features or features.dtype != feature_dtype:
+            raise ValueError(f"features must be {shape_of_features} {feature_dtype}")
+        self.features = features
         self._layers = [(self.kv[layer, 0], self.kv[layer, 1]) for layer in range(layers)]
 
     @staticmethod

@@ -42,6 +42,7 @@ from slipstream.wire import MAX_NODES
 
 if TYPE_CHECKING:
     from services.target.device_runner import DeviceRunner
+    from slipstream.handoff.cuda_ipc import Export
 
 log = logging.getLogger(__name__)
 
@@ -181,6 +182,7 @@ def _spec(
         fingerprints=head.fingerprints or {},
         eos_ids=config.eos_ids,
         dtype=name,
+        most_commits=head.config.block_size if head.config else 1,
     )
 
 
@@ -193,6 +195,8 @@ def _runner(
     vocabulary: Vocabulary | None,
 ) -> ModelRunner | DeviceRunner:
     config, place = model.config, choices.place
+    device = torch.device(place.device)
+    shared = _shared(settings, spec, place) if place.on_gpu and head.width else None
     cache = KVCache(
         layers=config.num_layers,
         kv_heads=config.num_kv_heads,
@@ -203,6 +207,7 @@ def _runner(
         feature_width=head.width,
         feature_dtype=place.dtype,
         device=place.device,
+        features=None if shared is None else shared.features,
     )
     if not place.on_gpu:
         return ModelRunner(model, head.projector, head.taps, spec, cache, vocabulary)
@@ -213,14 +218,32 @@ def _runner(
         head.projector,
         spec,
         cache,
-        device=torch.device(place.device),
+        device=device,
         decode_rows=choices.decode_rows,
         attention=choices.decode,
         prefill_attention=choices.prefill,
         graphs=settings.cuda_graphs,
         vocabulary=vocabulary,
         progress=progress("target steps"),
+        shared=shared,
     )
+
+
+def _shared(settings: TargetSettings, spec: TargetSpec, place: Place) -> Export | None:
+    """What a draft may map. Raises ConfigError when that is asked for and cannot be."""
+    if settings.handoff == "grpc":
+        return None
+    from services.target.device_loading import share
+
+    try:
+        shared = share(spec, torch.device(place.device))
+        accelerator.prepare(place, shared.layout.bytes)
+        return shared
+    except ConfigError as error:
+        if settings.handoff == "cuda_ipc":
+            raise ConfigError(f"--handoff: cuda_ipc: {error}") from error
+        log.warning("handoff through the host only: %s", error)
+        return None
 
 
 def _served_name(model: str) -> str:
