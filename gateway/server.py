@@ -100,6 +100,7 @@ class Front:
             metrics,
             settings.served_model_name,
             settings.chat(),
+            settings.max_output_tokens,
         )
         collectors = (*metrics.collectors(), SchedulerMetrics(self.scheduler.snapshot))
         self._rest = RestServer(
@@ -151,6 +152,7 @@ class Front:
                 f"the tokenizer has {self._tokenizer.vocab_size} ids,"
                 f" but the target's vocabulary only {vocab}"
             )
+        await asyncio.to_thread(self.service.prepare)
 
     async def follow_health(self) -> None:
         """Keeps the gRPC health in step with the service for ever; cancel it to end."""

@@ -230,28 +230,37 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
 @pytest.mark.parametrize(
-    ("fields", "kind", "has"),
+    ("fields", "param", "kind", "has"),
     [
-        ({"response_format": {"type": "json_object"}}, GrammarKind.LARK, "thinking content"),
-        ({"guided_regex": "a+", **TOOLS}, GrammarKind.LARK, "calls | content"),
-        ({**TOOLS, "tool_choice": "required"}, GrammarKind.LARK, "weather"),
+        (
+            {"response_format": {"type": "json_object"}},
+            "response_format",
+            GrammarKind.LARK,
+            "thinking content",
+        ),
+        ({"guided_regex": "a+", **TOOLS}, "guided_regex", GrammarKind.LARK, "calls | content"),
+        ({**TOOLS, "tool_choice": "required"}, "tool_choice", GrammarKind.LARK, "weather"),
         (
             {"guided_json": SCHEMA, "chat_template_kwargs": {"enable_thinking": False}},
+            "guided_json",
             GrammarKind.JSON_SCHEMA,
             "integer",
         ),
     ],
 )
 async def test_grammars_reach_the_scheduler(
-    folder: Path, fields: dict[str, Any], kind: GrammarKind, has: str
+    folder: Path, fields: dict[str, Any], param: str, kind: GrammarKind, has: str
 ) -> None:
     async with stage(folder, "ok") as s:
-        assert (await refused(s, **fields))[0] == "response_format"  # a server without grammars
+        found, message = await refused(s, **fields)  # a server without grammars
+        assert found == param
+        assert message.startswith(f"{param}: ")
         with_grammars(s)
         await ask(s, **fields)
         grammar = s.scheduler.submitted[-1].grammar
         assert grammar is not None
         assert grammar.kind is kind
+        assert s.scheduler.submitted[-1].grammar_param == param
         assert has in grammar.text.replace("(", "").replace(")", "")
 
 
