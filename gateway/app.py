@@ -13,10 +13,13 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.responses import HTMLResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.documents import body_of, documented
 from gateway.generation import Generation
 from gateway.openai import Kind, error_body, model_body
+from gateway.reference import page
 from gateway.responses import CLIENT_CLOSED, GenerationAnswer, JSONAnswer, error_answer
 from gateway.schemas import (
     ChatBody,
@@ -47,7 +50,14 @@ M = TypeVar("M", bound=BaseModel)
 
 def create_app(service: Service, metrics: CollectorRegistry) -> FastAPI:
     """The ASGI application over `service`."""
-    app = FastAPI(title="Slipstream", version=__version__, redoc_url=None)
+    app = FastAPI(
+        title="Slipstream",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.add_middleware(WithoutSlash)
     _add_generation(app, service)
     _add_models(app, service)
     _add_tokens(app, service)
@@ -73,9 +83,27 @@ def create_app(service: Service, metrics: CollectorRegistry) -> FastAPI:
         """Metrics for Prometheus."""
         return Response(render(metrics), headers={"content-type": CONTENT_TYPE})
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        """Every path and field, for people."""
+        return HTMLResponse(page(app.openapi()))
+
     _add_errors(app)
     app.openapi = documented(app)  # type: ignore[method-assign]
     return app
+
+
+class WithoutSlash:
+    """Takes a path with a slash at its end for the one without; a redirect would lose the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path.endswith("/") and path != "/":
+            scope = {**scope, "path": path.rstrip("/") or "/"}
+        await self._app(scope, receive, send)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -200,6 +201,9 @@ async def test_version_documents_and_what_is_not_there(tmp_path: Path) -> None:
         assert (await s.http.get("/version")).json() == {"version": __version__}
         page = await s.http.get("/docs")
         assert page.status_code == 200 and "/openapi.json" in page.text
+        assert not re.findall(r"https?://|<script|<link|src=", page.text)  # it needs no network
+        for told in ("POST /v1/chat/completions", "repetition_penalty", "Speculative", "budget"):
+            assert told in page.text
         document = (await s.http.get("/openapi.json")).json()
         assert {"/v1/completions", "/tokenize", "/detokenize", "/version"} <= set(document["paths"])
         properties = document["components"]["schemas"]["CompletionBody"]["properties"]
