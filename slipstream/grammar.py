@@ -158,4 +158,5 @@ def check(grammar: Grammar) -> None:
 
 def first_lines(problem: str) -> str:
     """The telling part of the library's message, on one line."""
-    return " ".join(problem.split())[:300]
+    told = " ".join(problem.split()).removesuffix("<non-verbose/>").rstrip()
+    return told.replace("NoExtensionBias", "no token of the model may follow")[:300]
