@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -9,12 +10,16 @@ from typing import Any, TypeVar
 import orjson
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.responses import HTMLResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.documents import body_of, documented
 from gateway.generation import Generation
 from gateway.openai import Kind, error_body, model_body
+from gateway.reference import page
 from gateway.responses import CLIENT_CLOSED, GenerationAnswer, JSONAnswer, error_answer
 from gateway.schemas import (
     ChatBody,
@@ -37,12 +42,22 @@ MAX_BODY = 8 << 20
 
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
+_SHORT = 1 << 16  # bytes of a body that is read on the event loop
+
 B = TypeVar("B", bound=GenerateBody)
+M = TypeVar("M", bound=BaseModel)
 
 
 def create_app(service: Service, metrics: CollectorRegistry) -> FastAPI:
     """The ASGI application over `service`."""
-    app = FastAPI(title="Slipstream", version=__version__, redoc_url=None)
+    app = FastAPI(
+        title="Slipstream",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.add_middleware(WithoutSlash)
     _add_generation(app, service)
     _add_models(app, service)
     _add_tokens(app, service)
@@ -68,9 +83,27 @@ def create_app(service: Service, metrics: CollectorRegistry) -> FastAPI:
         """Metrics for Prometheus."""
         return Response(render(metrics), headers={"content-type": CONTENT_TYPE})
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        """Every path and field, for people."""
+        return HTMLResponse(page(app.openapi()))
+
     _add_errors(app)
     app.openapi = documented(app)  # type: ignore[method-assign]
     return app
+
+
+class WithoutSlash:
+    """Takes a path with a slash at its end for the one without; a redirect would lose the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path.endswith("/") and path != "/":
+            scope = {**scope, "path": path.rstrip("/") or "/"}
+        await self._app(scope, receive, send)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
@@ -82,9 +115,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     ) -> Response:
         count = service.metrics.requests.add
         try:
-            data = await _read(request)
-            body = validate(schema, data)
-            service.ignored(unknown_fields(schema, data))
+            body = await _body(request, lambda _: schema, service)
             generation = await start(body)
         except ClientDisconnect:
             count(1, kind, str(CLIENT_CLOSED))
@@ -132,23 +163,38 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", openapi_extra=body_of(TokenizeBody, TokenizeChatBody))
     async def tokenize(request: Request) -> Response:
         """The token ids of a text, or of a conversation as the chat template writes it."""
-        data = await _read(request)
-        schema = tokenize_body(data)
-        body = validate(schema, data)
-        service.ignored(unknown_fields(schema, data))
+        body = await _body(request, tokenize_body, service)
         return JSONAnswer(await service.tokenize(body))
 
     @app.post("/detokenize", openapi_extra=body_of(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """The text of token ids, special tokens as they are written."""
-        data = await _read(request)
-        body = validate(DetokenizeBody, data)
-        service.ignored(unknown_fields(DetokenizeBody, data))
-        return JSONAnswer(service.detokenize(body))
+        body = await _body(request, lambda _: DetokenizeBody, service)
+        return JSONAnswer(await service.detokenize(body))
 
 
-async def _read(request: Request) -> object:
-    """The request's JSON. Raises InvalidRequest, or HTTPException 413 for a body too large."""
+async def _body(request: Request, schema: Callable[[object], type[M]], service: Service) -> M:
+    """The request's body, of the schema that its JSON asks for.
+
+    A long one is read beside the event loop, which answers others meanwhile. Raises InvalidRequest,
+    or HTTPException 413 for a body too large.
+    """
+    raw = await _read(request)
+
+    def read() -> tuple[M, list[str]]:
+        try:
+            data = orjson.loads(raw)
+        except orjson.JSONDecodeError as error:
+            raise InvalidRequest(f"body: not valid JSON: {error}") from error
+        wanted = schema(data)
+        return validate(wanted, data), list(unknown_fields(wanted, data))
+
+    body, unknown = read() if len(raw) <= _SHORT else await asyncio.to_thread(read)
+    service.ignored(unknown)
+    return body
+
+
+async def _read(request: Request) -> bytes:
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
@@ -156,10 +202,7 @@ async def _read(request: Request) -> object:
         if size > MAX_BODY:
             raise HTTPException(413, f"the body is larger than {MAX_BODY} bytes")
         parts.append(part)
-    try:
-        return orjson.loads(b"".join(parts))
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"body: not valid JSON: {error}") from error
+    return b"".join(parts)
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -27,7 +27,6 @@ from slipstream.errors import (
     ConfigError,
     ContextTooLong,
     EngineFailed,
-    InvalidRequest,
     PeerLost,
     ProtocolError,
     SlipstreamError,
@@ -374,7 +373,7 @@ class Core:
         if self._target_drains or rejected.code == common_pb2.REJECT_CODE_NO_PAGES:
             self.preempt(running)
         elif rejected.step == 0 and rejected.code in _REQUEST_CODES:
-            self._fail(running.request, InvalidRequest(rejected.reason))
+            self._fail(running.request, running.request.params.refusal(rejected.reason))
         else:
             self._fail(running.request, EngineFailed(rejected.reason))
 

@@ -44,7 +44,7 @@ _ERROR = {
     },
 }
 _STATUSES = {
-    "400": "a field holds a value that cannot be served",
+    "400": "a field holds a value that cannot be served, or its grammar allows no token any more",
     "404": "no such model or path",
     "413": "the body is too large",
     "429": "too many requests wait: try again later",

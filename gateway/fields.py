@@ -114,6 +114,8 @@ def logit_bias(value: object) -> dict[int, float]:
         text = str(key)
         if not (text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= MAX_ID):
             raise refuse("logit_bias", "must have token ids as keys", key)
+        if text != str(int(text)):  # else two keys could say the same token
+            raise refuse("logit_bias", "must have keys without leading zeros", key)
         if not _is_number(bias) or abs(bias) > MAX_BIAS:
             wanted = f"must be a number from -{MAX_BIAS:g} to {MAX_BIAS:g}"
             raise refuse(f"logit_bias.{text}", wanted, bias)

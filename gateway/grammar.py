@@ -1,37 +1,22 @@
-"""What an answer is bound to: read from a request's fields, put together, and checked.
+"""What an answer is bound to: read from a request's fields and put together.
 
-A request is refused before it is admitted when its schema or regular expression cannot be used,
-naming the field and with the grammar library's own words. Whatever the target could not afford is
-refused here too: checking compiles the grammar and takes its first steps, in a worker thread.
+Everything here is text; `grammar_check` compiles and tries it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gateway.chat.formats import ThinkFormat, ToolFormat
 from gateway.chat.reasoning import Thinking
 from gateway.chat.tools import calls_rules, parameters, text
 from gateway.fields import refuse
 from slipstream.errors import InvalidRequest
-from slipstream.grammar import WHITE_SPACE, Grammar, GrammarKind, first_lines, limits, source
+from slipstream.grammar import WHITE_SPACE, Grammar, GrammarKind, source
 
-if TYPE_CHECKING:
-    from llguidance import LLTokenizer
-
-MAX_CHECK_S = 0.5
-"""Most processor time of a check."""
-
-_STEPS = 8  # bytes that a check takes beyond compiling: some grammars are costly only then
-_KEPT = 256
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
@@ -129,9 +114,9 @@ def _lark(param: str, value: object) -> Constraint:
     return Constraint(Grammar(GrammarKind.LARK, value), param)
 
 
-def _choice(param: str, value: object) -> Constraint | None:
+def _choice(param: str, value: object) -> Constraint:
     if value == []:
-        return None
+        raise refuse(param, "must not be empty", value)
     if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
         raise refuse(param, "must be a list of strings that are not empty", value)
     return Constraint(Grammar(GrammarKind.CHOICE, json.dumps(value)), param)
@@ -184,14 +169,19 @@ class Bound:
         return self.think is not None and self.thinking is not Thinking.CLOSED
 
     @property
+    def binds(self) -> bool:
+        """Whether there is anything that binds the answer."""
+        return self.content is not None or (self.form is not None and bool(self.forced))
+
+    @property
     def alone(self) -> bool:
         """Whether the content is all of the answer."""
         return not self.thinks and not (self.form is not None and self.forced)
 
     @property
     def param(self) -> str:
-        """The field to name when it cannot be had."""
-        return self.content.param if self.content is not None else "tools"
+        """The field that binds the answer."""
+        return self.content.param if self.content is not None else "tool_choice"
 
     def grammar(self, token: Callable[[str], int | None]) -> Grammar | None:
         """The grammar of the whole answer; None when nothing binds it.
@@ -199,7 +189,7 @@ class Bound:
         `token` gives the id of a text that is a token of its own: such a mark has no other form.
         """
         calls = self.form is not None and bool(self.forced)
-        if self.content is None and not calls:
+        if not self.binds:
             return None
         if self.content is not None and not self.alone:
             if self.content.grammar.kind is GrammarKind.LARK:
@@ -255,10 +245,11 @@ def _mark_rule(token: Callable[[str], int | None]) -> Callable[[str], str]:
 
 
 def _arguments_rule(tool: Mapping[str, Any]) -> str:
-    return f"%json {_arguments(tool).text}"
+    return f"%json {arguments(tool).text}"
 
 
-def _arguments(tool: Mapping[str, Any]) -> Grammar:
+def arguments(tool: Mapping[str, Any]) -> Grammar:
+    """What a tool's arguments may be."""
     return _schema(parameters(tool), lenient=not tool["function"].get("strict"))
 
 
@@ -270,73 +261,3 @@ def _content_rule(grammar: Grammar) -> str:
         return " | ".join(map(text, json.loads(grammar.text)))
     made = json.loads(source(grammar))["grammars"][0]["lark_grammar"]
     return str(made).removeprefix("start: ")
-
-
-class Checker:
-    """Checks grammars beside the event loop and remembers those that passed."""
-
-    def __init__(self, workers: int = 2) -> None:
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
-        self._passed: OrderedDict[Grammar, None] = OrderedDict()
-
-    async def admit(self, bound: Bound, token: Callable[[str], int | None]) -> Grammar | None:
-        """The grammar of `bound`. Raises InvalidRequest naming the field when it cannot be had."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._admit, bound, token)
-
-    def _admit(self, bound: Bound, token: Callable[[str], int | None]) -> Grammar | None:
-        try:
-            grammar = bound.grammar(token)
-            if grammar is None or grammar in self._passed:
-                return grammar
-            # The stand-in's marks are text: a byte is a token, so the model's ids mean nothing.
-            stand_in = bound.grammar(lambda _: None)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{bound.param}: {error}", bound.param) from error
-        assert stand_in is not None
-        for index, tool in bound.forced.items():
-            _check(_arguments(tool), f"tools[{index}].function.parameters")
-        if bound.content is not None:
-            _check(bound.content.grammar, bound.content.param)
-        if stand_in.kind is GrammarKind.LARK:
-            _check(stand_in, bound.param)
-        self._passed[grammar] = None
-        while len(self._passed) > _KEPT:
-            self._passed.popitem(last=False)
-        return grammar
-
-    def close(self) -> None:
-        """Ends the worker threads once their present work is done."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _check(grammar: Grammar, param: str) -> None:
-    """Raises InvalidRequest naming `param`; the library lets go of Python's lock meanwhile."""
-    from llguidance import LLMatcher
-
-    begun = time.thread_time()
-    try:
-        written = source(grammar)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{param}: {str(error).removeprefix('grammar: ')}", param) from error
-    problem = LLMatcher.validate_grammar(written, limits=limits())
-    if problem and not problem.startswith("WARNING"):
-        raise InvalidRequest(f"{param}: {first_lines(problem)}", param)
-    matcher = LLMatcher(_bytes(), written, log_level=0, limits=limits())
-    for _ in range(_STEPS):
-        mask = int.from_bytes(matcher.compute_bitmask(), "little") & ((1 << 256) - 1)
-        if matcher.is_error():
-            raise InvalidRequest(f"{param}: {first_lines(matcher.get_error())}", param)
-        if time.thread_time() - begun > MAX_CHECK_S:
-            raise InvalidRequest(f"{param}: takes too much time to match", param)
-        if mask == 0:
-            break
-        matcher.consume_token((mask & -mask).bit_length() - 1)
-
-
-@cache
-def _bytes() -> LLTokenizer:
-    """A vocabulary in which every byte is a token."""
-    from llguidance import LLTokenizer
-
-    return LLTokenizer("byte")

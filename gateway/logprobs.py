@@ -71,16 +71,14 @@ class LogprobShape:
             ranks = {other: rank for rank, (other, _) in enumerate(row.top, 1)}
             best = self._best(token, row) or [(token, row.logprob)]
             found.append(
-                {
-                    str(other): {
-                        "logprob": _finite(value),
-                        "rank": ranks.get(other),
-                        "decoded_token": self.names.name(other),
-                    }
-                    for other, value in best
-                }
+                {str(other): self._ranked(other, value, ranks.get(other)) for other, value in best}
             )
         return found
+
+    def _ranked(self, token: int, value: float, rank: int | None) -> dict[str, Any]:
+        """`rank` is only known of the best tokens."""
+        known = {} if rank is None else {"rank": rank}
+        return {"logprob": _finite(value), **known, "decoded_token": self.names.name(token)}
 
     def _best(self, token: int, row: TokenLogprob) -> list[tuple[int, float]]:
         """The best tokens, and `token` itself even where it is none of them."""

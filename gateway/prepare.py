@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from gateway.chat.answer import AnswerFormat
@@ -33,20 +34,44 @@ def end_ids(info: ModelInfo, tokenizer: Tokenizer) -> frozenset[int]:
     return ids if own is None or own >= info.vocab_size else ids | {own}
 
 
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """What an answer may not be.
+
+    Attributes:
+        most: tokens of the answer at most, None: as many as the window holds.
+        end_ids: tokens that end an answer by themselves.
+        banned: tokens that are never drawn.
+        grammar, param: what binds it, and the client's field that says so.
+    """
+
+    most: int | None
+    end_ids: frozenset[int]
+    banned: Sequence[int] = ()
+    grammar: Grammar | None = None
+    param: str = ""
+
+
+def most_tokens(body: GenerateBody, cap: int) -> int | None:
+    """How long the answers may become, where the client or `cap` says so; 0: no cap."""
+    wanted = body.token_limit
+    if cap == 0:
+        return wanted
+    return cap if wanted is None else min(wanted, cap)
+
+
 def choice_params(
     body: GenerateBody,
     prompt: Sequence[int],
     info: ModelInfo,
     *,
     defaults: SamplingDefaults,
-    eos_ids: frozenset[int],
-    banned: Sequence[int] = (),
-    grammar: Grammar | None = None,
+    restriction: Restriction,
 ) -> partial[GenerateParams]:
     """The parameters of a prompt's choices, but for their number."""
     room = max(info.max_model_len - len(prompt), 1)  # no room at all: the scheduler refuses
-    limit = room if body.token_limit is None else body.token_limit
-    wanted = body.speculative
+    limit = room if restriction.most is None else restriction.most
+    wanted, end_ids = body.speculative, restriction.end_ids
 
     def given(name: str) -> float:
         value = getattr(body, name)
@@ -57,7 +82,7 @@ def choice_params(
         prompt_ids=tuple(prompt),
         max_tokens=limit,
         min_tokens=min(body.min_tokens, limit),
-        stop_ids=frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else eos_ids),
+        stop_ids=frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else end_ids),
         temperature=given("temperature"),
         top_p=max(given("top_p"), _LEAST_MASS),
         top_k=max(int(given("top_k")), 0),
@@ -66,11 +91,12 @@ def choice_params(
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=given("repetition_penalty"),
         logit_bias=body.logit_bias,
-        banned_ids=tuple(banned),
+        banned_ids=tuple(restriction.banned),
         seed=None if body.seed is None else body.seed & _SEED_MASK,
         logprobs=body.scores,
         prompt_logprobs=body.prompt_scores,
-        grammar=grammar,
+        grammar=restriction.grammar,
+        grammar_param=restriction.param,
         draft=wanted.enabled,
         width=wanted.width,
         budget=wanted.budget,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from slipstream.errors import ContextTooLong, InvalidRequest, SlipstreamError
+from slipstream.errors import ContextTooLong, GrammarDeadEnd, InvalidRequest, SlipstreamError
 from slipstream.grammar import Grammar
 from slipstream.tree import TreeSpec
 
@@ -54,6 +54,7 @@ class GenerateParams:
         logprobs: None for none, 0 for the drawn token's own, k for the k best beside it.
         prompt_logprobs: the same of prompt tokens.
         grammar: what the answer may be; None: anything.
+        grammar_param: the client's field that says so.
         draft: False plans one node per step.
         width, budget: the request's own tree, within the cell's; None: as the cell has it.
     """
@@ -76,6 +77,7 @@ class GenerateParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
+    grammar_param: str = "grammar"
     draft: bool = True
     width: int | None = None
     budget: int | None = None
@@ -86,7 +88,7 @@ class GenerateParams:
         if info.tree is not None:
             self.tree(info.tree, info.block_size)
         if self.grammar is not None and not info.grammars:
-            raise InvalidRequest("the model's server does not take grammars", "response_format")
+            raise no_grammars(self.grammar_param)
         if self.grammar is not None and self.min_tokens > 0:
             raise InvalidRequest(
                 f"min_tokens must be 0 where a grammar says when the answer ends, got"
@@ -123,13 +125,8 @@ class GenerateParams:
             raise InvalidRequest(
                 f"min_tokens must be in [0, {self.max_tokens}], got {self.min_tokens}", "min_tokens"
             )
-        # Clients match on "maximum context length is N tokens".
         if length + min(self.max_tokens, 1) > info.max_model_len:
-            raise ContextTooLong(
-                f"this model's maximum context length is {info.max_model_len} tokens, but the"
-                f" prompt has {length} and the window must also hold an answer",
-                "prompt",
-            )
+            raise too_long(info.max_model_len, str(length))
         for name, ids in (
             ("prompt", self.prompt_ids),
             ("stop_token_ids", self.stop_ids),
@@ -141,6 +138,22 @@ class GenerateParams:
                 raise InvalidRequest(f"{name}: token {bad} is not in [0, {info.vocab_size})", name)
         if any(not math.isfinite(value) for value in self.logit_bias.values()):
             raise InvalidRequest("logit_bias: a value is not finite", "logit_bias")
+
+    def dead_end(self, length: int) -> SlipstreamError:
+        """Why nothing can follow the first `length` tokens of an answer that a grammar binds."""
+        bans = " and bad_words does not ban" if self.banned_ids else ""
+        return GrammarDeadEnd(
+            f"{self.grammar_param}: after {length} tokens of the answer the model has no token that"
+            f" it allows{bans}",
+            self.grammar_param,
+        )
+
+    def refusal(self, reason: str) -> SlipstreamError:
+        """What the target's `reason` to refuse the request is for the client."""
+        problem = reason.removeprefix("grammar: ")
+        if self.grammar is None or problem == reason:
+            return InvalidRequest(reason)
+        return InvalidRequest(f"{self.grammar_param}: {problem}", self.grammar_param)
 
     @property
     def own_tree(self) -> bool:
@@ -169,6 +182,21 @@ class GenerateParams:
         except InvalidRequest as error:
             name = f"speculative.{error.param}"
             raise InvalidRequest(f"speculative.{error}", name) from error
+
+
+def too_long(window: int, length: str) -> ContextTooLong:
+    """The error for a prompt that leaves no room for an answer; `length` says how many tokens."""
+    # Clients match on "maximum context length is N tokens".
+    return ContextTooLong(
+        f"this model's maximum context length is {window} tokens, but the prompt has {length} and"
+        " the window must also hold an answer",
+        "prompt",
+    )
+
+
+def no_grammars(param: str) -> InvalidRequest:
+    """The error where the field `param` needs a grammar and the target takes none."""
+    return InvalidRequest(f"{param}: the model's server matches no grammars", param)
 
 
 @dataclass(frozen=True, slots=True)

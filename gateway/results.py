@@ -9,7 +9,7 @@ from gateway.commands import logprobs_of
 from gateway.counters import Counters
 from gateway.planner import Planner
 from gateway.request import Chunk, Finish, Request, TokenLogprob
-from slipstream.errors import EngineFailed, ProtocolError
+from slipstream.errors import EngineFailed, ProtocolError, SlipstreamError
 from slipstream.v1 import common_pb2, target_pb2
 
 _DONE = target_pb2.StepEntry.OUTCOME_DONE
@@ -87,7 +87,7 @@ class Results:
         finish = _FINISHES.get(entry.finish, "none")
         if finish == "none" and running.tokens == running.limit and not request.unscored:
             finish = "length"  # nothing more would be planned for it
-        error = EngineFailed("the target could not go on") if finish == "error" else None
+        error = _stopped(request) if finish == "error" else None
         logprobs = None
         if request.params.logprobs is not None:
             logprobs = logprobs_of(entry.logprobs)
@@ -154,6 +154,13 @@ def _scores(
     rows = logprobs_of(entry.prompt_logprobs[request.scored - first :])
     request.scored += len(rows)
     return rows
+
+
+def _stopped(request: Request) -> SlipstreamError:
+    """Why the target cannot go on: with a grammar, because nothing is left to draw."""
+    if request.params.grammar is None:
+        return EngineFailed("the target could not go on")
+    return request.params.dead_end(len(request.output))
 
 
 def _failed(reason: str) -> Chunk:

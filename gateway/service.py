@@ -6,28 +6,31 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gateway.chat.answer import PLAIN, AnswerFormat
 from gateway.checkpoint import Checkpoint
 from gateway.dialogue import NO_OPTIONS, ChatOptions, Dialogue, Question, bound_text
 from gateway.fields import refuse
 from gateway.generation import Bridge, Generation, ShownPrompt
-from gateway.grammar import Checker
+from gateway.grammar import Bound
+from gateway.grammar_check import Checker, Drawn
 from gateway.metrics import FrontMetrics
 from gateway.openai import AnswerShape, Kind
 from gateway.prepare import (
+    Restriction,
     answer_shape,
     banned_ids,
     choice_params,
     end_ids,
+    most_tokens,
     shown_prompt,
     text_stream,
     wishes_of,
 )
-from gateway.request import GenerateParams, ModelInfo
+from gateway.request import GenerateParams, ModelInfo, no_grammars, too_long
 from gateway.schemas import (
     ChatBody,
     CompletionBody,
@@ -44,12 +47,18 @@ from slipstream.errors import (
     NotFound,
     PeerLost,
 )
-from slipstream.grammar import Grammar
+from slipstream.grammar import vocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 log = logging.getLogger(__name__)
 
 _MOST_NAMES = 100  # unknown fields that are told apart; clients choose their names
 _MOST_CHARS = 64
+_LONG = 1 << 16  # characters of messages that are laid out on the event loop
+
+Ids = list[int]
 
 
 class SchedulerPort(Protocol):
@@ -85,14 +94,19 @@ class Service:
         metrics: FrontMetrics,
         served_names: Sequence[str] = (),
         chat: ChatOptions = NO_OPTIONS,
+        max_output_tokens: int = 0,
     ) -> None:
-        """Raises ConfigError naming an option of `chat` that cannot be had."""
+        """`max_output_tokens` cuts every answer; 0: none.
+
+        Raises ConfigError naming an option of `chat` that cannot be had.
+        """
         self._scheduler = scheduler
         self._bridge = bridge
         self._served_names = tuple(served_names)
         template = checkpoint.template
         self._dialogue = None if template is None else Dialogue(template, chat)
-        self._checker = Checker()
+        self._checker = Checker(self._words)
+        self._max_output_tokens = max_output_tokens
         self.checkpoint = checkpoint
         self.metrics = metrics
         self.draining = False
@@ -153,58 +167,103 @@ class Service:
         texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
         ids = [prompt for prompt in body.prompt if isinstance(prompt, list)]
         if texts:
-            ids = await tokenizer.encode(texts, special=body.add_special_tokens)
+            ids = await self._encode(texts, body)
+        self._check_lengths(ids, body)
         prompts = [
             await shown_prompt(body, prompt, texts[index] if texts else None, tokenizer)
             for index, prompt in enumerate(ids)
         ]
-        grammar = await self._checker.admit(bound_text(body), tokenizer.token_id)
-        return self._start(f"cmpl-{uuid.uuid4().hex}", model, body, prompts, grammar)
+        restriction = await self._restrict(body, bound_text(body))
+        return self._start(f"cmpl-{uuid.uuid4().hex}", model, body, prompts, restriction)
 
     async def chat(self, body: ChatBody) -> Generation:
         """Starts an answer to a conversation. Raises as `completion`."""
         model = self.named(body.model)
-        asked = self._ask(body)
-        grammar = await self._checker.admit(asked.bound, self.checkpoint.tokenizer.token_id)
-        prompts = [ShownPrompt(await self._chat_ids(body, asked))]
+        asked = await self._ask(body)
+        restriction = await self._restrict(body, asked.bound)
         name = f"chatcmpl-{uuid.uuid4().hex}"
         with _prompt_is("messages"):
-            return self._start(name, model, body, prompts, grammar, asked.form)
+            ids = await self._encode([asked.prompt], body)
+            self._check_lengths(ids, body)
+            prompts = [ShownPrompt(ids[0])]
+            return self._start(name, model, body, prompts, restriction, asked.form)
 
-    def _ask(self, body: ChatBody) -> Question:
+    async def _ask(self, body: ChatBody) -> Question:
         if self._dialogue is None:
             raise InvalidRequest("messages: the model has no chat template", "messages")
+        if sum(64 + len(message["content"]) for message in body.messages) > _LONG:
+            return await asyncio.to_thread(self._dialogue.read, body)
         return self._dialogue.read(body)
 
-    async def _chat_ids(self, body: ChatBody, asked: Question) -> list[int]:
-        special = body.add_special_tokens
-        (ids,) = await self.checkpoint.tokenizer.encode([asked.prompt], special=special)
-        return ids
+    async def _encode(self, texts: Sequence[str], body: CompletionBody | ChatBody) -> list[Ids]:
+        """Ids of prompts. Raises ContextTooLong, where it can before it makes them."""
+        window, tokenizer = self.info().max_model_len, self.checkpoint.tokenizer
+        answer = 0 if body.token_limit == 0 else 1
+        for text in texts:
+            least = tokenizer.bound.least(text) if len(text) > window else 0
+            if least + answer > window:
+                raise too_long(window, f"at least {least}")
+        return await tokenizer.encode(texts, special=body.add_special_tokens)
+
+    def _check_lengths(self, prompts: Iterable[Ids], body: GenerateBody) -> None:
+        """Raises ContextTooLong: before anything is made of a prompt that does not fit."""
+        window, answer = self.info().max_model_len, 0 if body.token_limit == 0 else 1
+        for ids in prompts:
+            if len(ids) + answer > window:
+                raise too_long(window, str(len(ids)))
+
+    async def _restrict(self, body: GenerateBody, bound: Bound) -> Restriction:
+        """What the request says an answer may not be. Raises InvalidRequest naming the field."""
+        info, tokenizer = self.info(), self.checkpoint.tokenizer
+        ends = end_ids(info, tokenizer)
+        most = most_tokens(body, self._max_output_tokens)
+        banned = banned_ids(body.bad_words, tokenizer)
+        if not bound.binds:
+            return Restriction(most, ends, banned)
+        if not info.grammars:
+            raise no_grammars(bound.param)
+        drawn = Drawn(banned, ends | set(body.stop_token_ids), most or info.max_model_len)
+        grammar = await self._checker.admit(bound, tokenizer.token_id, drawn)
+        return Restriction(most, ends, banned, grammar, bound.param)
+
+    def _words(self) -> LLTokenizer:
+        info, tokenizer = self.info(), self.checkpoint.tokenizer
+        return vocabulary(tokenizer.to_json(), info.vocab_size, info.eos_ids)
+
+    def prepare(self) -> None:
+        """Makes what a first request would wait for; blocks."""
+        if self._scheduler.info.grammars:
+            with suppress(InvalidRequest):  # a request that needs it is told
+                self._checker.prepare()
 
     async def tokenize(self, body: TokenizeBody | TokenizeChatBody) -> dict[str, Any]:
         """The ids of a text or a conversation. Raises as `completion`."""
         self.named(body.model)
         tokenizer = self.checkpoint.tokenizer
         if isinstance(body, TokenizeChatBody):
-            ids = await self._chat_ids(body, self._ask(body))
+            text = (await self._ask(body)).prompt
         else:
-            (ids,) = await tokenizer.encode([body.prompt], special=body.add_special_tokens)
-        names = [tokenizer.vocabulary.name(token) for token in ids]
+            text = body.prompt
+        (ids,) = await tokenizer.encode([text], special=body.add_special_tokens)
+        names = None
+        if body.return_token_strs:
+            names = await asyncio.to_thread(lambda: [*map(tokenizer.vocabulary.name, ids)])
         return {
             "count": len(ids),
             "max_model_len": self.info().max_model_len,
             "tokens": ids,
-            "token_strs": names if body.return_token_strs else None,
+            "token_strs": names,
         }
 
-    def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+    async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
         """The text of ids. Raises as `completion`."""
         self.named(body.model)
         size = self.info().vocab_size
-        for index, token in enumerate(body.tokens):
-            if token >= size:
-                raise refuse(f"tokens[{index}]", f"must be in [0, {size})", token)
-        return {"prompt": self.checkpoint.tokenizer.literal.decode(body.tokens)}
+        if body.tokens and max(body.tokens) >= size:
+            index = next(i for i, token in enumerate(body.tokens) if token >= size)
+            raise refuse(f"tokens[{index}]", f"must be in [0, {size})", body.tokens[index])
+        decode = self.checkpoint.tokenizer.literal.decode
+        return {"prompt": await asyncio.to_thread(decode, body.tokens)}
 
     def _start(
         self,
@@ -212,11 +271,10 @@ class Service:
         model: str,
         body: GenerateBody,
         prompts: Sequence[ShownPrompt],
-        grammar: Grammar | None,
+        restriction: Restriction,
         form: AnswerFormat = PLAIN,
     ) -> Generation:
         info, tokenizer = self.info(), self.checkpoint.tokenizer
-        eos_ids = end_ids(info, tokenizer)
         generation = Generation(
             name,
             model,
@@ -224,22 +282,15 @@ class Service:
             self._bridge,
             self._scheduler.cancel,
             self.metrics,
-            wishes=wishes_of(body, eos_ids, form),
+            wishes=wishes_of(body, restriction.end_ids, form),
             done=self._forget,
         )
         stops = StopStrings(body.stop) if body.stop else None
-        banned = banned_ids(body.bad_words, tokenizer)
         defaults = self.checkpoint.defaults
         try:
             for prompt in prompts:
                 params = choice_params(
-                    body,
-                    prompt.ids,
-                    info,
-                    defaults=defaults,
-                    eos_ids=eos_ids,
-                    banned=banned,
-                    grammar=grammar,
+                    body, prompt.ids, info, defaults=defaults, restriction=restriction
                 )
                 for choice in range(body.n):
                     generation.add(

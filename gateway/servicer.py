@@ -14,7 +14,7 @@ from gateway.request import TokenLogprob
 from gateway.schemas import CompletionBody, validate
 from gateway.service import Service
 from gateway.stream import Piece
-from slipstream.errors import InvalidRequest, SlipstreamError, describe
+from slipstream.errors import InvalidRequest, RequestError, SlipstreamError, describe
 from slipstream.grammar import Grammar, GrammarKind
 from slipstream.v1 import gateway_pb2 as pb
 from slipstream.v1 import gateway_pb2_grpc as rpc
@@ -24,6 +24,8 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GatewayService"].full_name
 _ENDPOINT = "generate"
 _CONVERTED = ("model", "text", "token_ids", "grammar")
 """Fields that are not named and typed as REST's."""
+
+_OF_GRAMMAR = ("response_format", "guided_json", "guided_regex", "guided_grammar", "guided_choice")
 
 
 class GatewayServicer(rpc.GatewayServiceServicer):
@@ -50,6 +52,8 @@ class GatewayServicer(rpc.GatewayServiceServicer):
                     status = grpc.StatusCode.OK
         except SlipstreamError as error:
             status = describe(error).grpc
+            if isinstance(error, RequestError) and request.HasField("grammar"):
+                _name_grammar(error)
             raise
         except (asyncio.CancelledError, GeneratorExit):
             raise
@@ -78,6 +82,16 @@ def decode(request: pb.GenerateRequest) -> CompletionBody:
         data |= _binding(Grammar.from_proto(request.grammar))
     data["speculative"] = {field.name: value for field, value in wanted.ListFields()}
     return validate(CompletionBody, data)
+
+
+def _name_grammar(error: RequestError) -> None:
+    """Puts the client's field where `error` names REST's."""
+    text = str(error)
+    for name in _OF_GRAMMAR:
+        text = text.replace(name, "grammar")
+        if error.param == name:
+            error.param = "grammar"
+    error.args = (text,)
 
 
 def _binding(grammar: Grammar) -> dict[str, Any]:

@@ -69,6 +69,11 @@ class GatewaySettings(ProcessSettings):
         default_factory=dict,
         description="JSON object of variables for the chat template; a request's own win",
     )
+    max_output_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="most tokens of an answer, whatever is asked for; 0: no such cap",
+    )
     max_queue: int = Field(
         default=256, ge=1, description="requests that may wait beyond those in slots"
     )

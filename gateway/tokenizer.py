@@ -18,6 +18,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
 
+from gateway.lengths import read
 from gateway.stream import Decoder
 from gateway.vocabulary import Vocabulary
 from slipstream.errors import ConfigError
@@ -44,6 +45,7 @@ class Tokenizer:
         vocab_size: one more than the largest id, added tokens included.
         vocabulary: its tokens one by one.
         literal: decodes special tokens as they are written.
+        bound: how few tokens a text can have.
     """
 
     def __init__(self, raw: RawTokenizer, config: dict[str, Any], workers: int = 2) -> None:
@@ -60,6 +62,7 @@ class Tokenizer:
         )
         self.vocabulary = Vocabulary(raw)
         self.literal = LiteralDecoder(raw, self.vocab_size)
+        self.bound = read(raw)
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -82,6 +85,10 @@ class Tokenizer:
         """
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, self._encode, texts, special)
+
+    def to_json(self) -> str:
+        """The text of its tokenizer.json."""
+        return self._raw.to_str()
 
     def token_id(self, text: str) -> int | None:
         """The id of the token that `text` is, None when it is none."""

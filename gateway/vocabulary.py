@@ -59,8 +59,8 @@ class Vocabulary:
         if token in self._added:
             return self._added[token].encode()
         if self._byte_level:
-            if all(char in _BYTES for char in piece):
-                return bytes(_BYTES[char] for char in piece)
+            if all(char in BYTE_LETTERS for char in piece):
+                return bytes(BYTE_LETTERS[char] for char in piece)
             return piece.encode()
         if self._byte_fallback and (found := _BYTE.fullmatch(piece)):
             return bytes.fromhex(found[1])
@@ -88,4 +88,5 @@ def _byte_letters() -> dict[str, int]:
     return letters
 
 
-_BYTES = _byte_letters()
+BYTE_LETTERS = _byte_letters()
+"""The byte of each letter in byte-level vocabularies."""

@@ -4,6 +4,7 @@ SlipstreamError
 ├── RequestError            the client's fault
 │   ├── InvalidRequest      a field holds a value that cannot be served
 │   ├── ContextTooLong      prompt and answer do not fit the model's window
+│   ├── GrammarDeadEnd      no token may follow that the request's grammar and bans allow
 │   ├── NotFound            no such model or path
 │   └── QueueFull           too many waiting requests: try again later
 ├── ConfigError             the operator's fault: a flag, a file, a checkpoint
@@ -41,6 +42,10 @@ class InvalidRequest(RequestError):
 
 class ContextTooLong(RequestError):
     """Prompt and answer do not fit the model's window."""
+
+
+class GrammarDeadEnd(RequestError):
+    """No token may follow that the request's grammar and bans allow."""
 
 
 class NotFound(RequestError):
@@ -100,6 +105,9 @@ class Mapping:
 _TABLE: dict[type[SlipstreamError], Mapping] = {
     ContextTooLong: Mapping(
         grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error", "context_length_exceeded"
+    ),
+    GrammarDeadEnd: Mapping(
+        grpc.StatusCode.INVALID_ARGUMENT, 400, "invalid_request_error", "grammar_dead_end"
     ),
     NotFound: Mapping(grpc.StatusCode.NOT_FOUND, 404, "invalid_request_error", "model_not_found"),
     QueueFull: Mapping(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "queue_full"),

@@ -8,6 +8,7 @@ accepts the other does. Free of torch; the grammar library is imported where it 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from slipstream.errors import InvalidRequest
 from slipstream.v1 import common_pb2 as pb
 
 if TYPE_CHECKING:
-    from llguidance import LLParserLimits
+    from llguidance import LLParserLimits, LLTokenizer
 
 MAX_BYTES = 1 << 17
 """Longest text of a grammar, UTF-8."""
@@ -83,6 +84,22 @@ def limits() -> LLParserLimits:
     )
 
 
+def vocabulary(tokenizer: str, vocab_size: int, end_ids: Collection[int]) -> LLTokenizer:
+    """The tokens that grammars are matched with: those of a tokenizer.json's text.
+
+    `vocab_size` is the model's, which may have padding; without `end_ids` the tokenizer's own end
+    an answer. Raises ValueError when the library cannot read the tokenizer. Holds Python's lock for
+    up to a second.
+    """
+    from llguidance import LLTokenizer
+
+    ends = sorted(end_ids) or None
+    words = LLTokenizer(tokenizer, eos_token=ends)
+    if words.vocab_size < vocab_size:
+        words = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=ends)
+    return words
+
+
 def source(grammar: Grammar) -> str:
     """The grammar as the library takes it. Raises InvalidRequest when it can already tell."""
     from llguidance import LLMatcher
@@ -141,4 +158,5 @@ def check(grammar: Grammar) -> None:
 
 def first_lines(problem: str) -> str:
     """The telling part of the library's message, on one line."""
-    return " ".join(problem.split())[:300]
+    told = " ".join(problem.split()).removesuffix("<non-verbose/>").rstrip()
+    return told.replace("NoExtensionBias", "no token of the model may follow")[:300]

@@ -135,8 +135,12 @@ class AnswerParser:
         return AnswerDelta(found.content, reasoning, found.calls)
 
     def finish(self, reason: str | None) -> str | None:
-        """OpenAI's finish_reason for an answer that ended for `reason`; None: it goes on."""
-        called = self._calls is not None and self._calls.count > 0
+        """OpenAI's finish_reason for an answer that ended for `reason`; None: it goes on.
+
+        Only an answer whose calls are all complete asks for them to be carried out.
+        """
+        calls = self._calls
+        called = calls is not None and calls.count > 0 and calls.complete == calls.count
         return "tool_calls" if called and reason == "stop" else reason
 
 

@@ -2,7 +2,8 @@
 
 What is given out depends on the whole text only, never on how it was cut. Text before and between
 calls stays content, without the white space that separates it from them; what looks like a call
-and turns out to be none before its function is known stays content to the letter.
+and turns out to be none before its function is known stays content to the letter, and so does a
+call of a function that was not declared. A call that breaks off later stays one that is cut short.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class CallFinder:
 
     Attributes:
         count: calls given out.
+        complete: those of them that came to their end.
     """
 
     def __init__(
@@ -68,10 +70,8 @@ class CallFinder:
         parallel: bool = True,
         make_id: Callable[[], str] = new_call_id,
     ) -> None:
-        """`names` are the declared functions; without `parallel` calls after the first are dropped.
-
-        A marked call may name any function: the client is told of the model's mistake.
-        """
+        """`names` are the declared functions; without `parallel` calls after the first are
+        dropped."""
         self._form = form
         self._names = frozenset(names)
         self._parallel = parallel
@@ -82,13 +82,12 @@ class CallFinder:
         self._tried = ""
         self._lead = 0  # characters of a failed trial that are not looked at again
         self._loose = False  # no closing mark will come
-        self._unmarked = False  # nor was there an opening one
         self._fresh = True  # only white space so far
         self._behind = False  # directly behind calls, where white space is dropped
-        self._reader = CallReader(self._accepts)
+        self._reader = CallReader(self._names)
         self._number: int | None = None  # of the reader's call, once its function is known
         self._found = Found()
-        self.count = 0
+        self.count = self.complete = 0
 
     def feed(self, text: str) -> Found:
         """What became certain with `text`."""
@@ -146,7 +145,7 @@ class CallFinder:
             self._pass(gap)
             return True
         if held[0] == "{":
-            self._reader, self._number = CallReader(self._accepts), None
+            self._reader, self._number = CallReader(self._names), None
             self._at = _At.CALL
             if self._loose and not self._trial:
                 self._trial, self._tried, self._lead = True, "", 1
@@ -170,6 +169,7 @@ class CallFinder:
         if reader.failed:
             self._break()
         elif reader.done:
+            self.complete += self._number != _DROPPED
             self._at = _At.CALLS
         return True
 
@@ -205,7 +205,7 @@ class CallFinder:
 
     def _try(self, size: int, lead: int, *, marked: bool) -> bool:
         """The first `size` held characters, white space and a mark, lead to calls."""
-        self._trial, self._lead, self._unmarked = True, lead, not marked
+        self._trial, self._lead = True, lead
         self._loose = not (marked and self._form.closing)
         self._tried, self._held = self._held[:size], self._held[size:]
         self._at = _At.CALLS
@@ -237,6 +237,3 @@ class CallFinder:
         if text:
             self._found.content += text
             self._fresh = self._behind = False
-
-    def _accepts(self, name: str) -> bool:
-        return name in self._names or bool(name) and not self._unmarked

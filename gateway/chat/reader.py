@@ -1,14 +1,15 @@
 """One tool call's JSON object, read as it comes: its name, and its arguments word for word.
 
-The arguments are not parsed and written again: a client gets the text that the model wrote, whether
-it comes in pieces or whole, so the two are equal by construction.
+The arguments are not written again: a client gets the text that the model wrote, whether it comes
+in pieces or whole, so the two are equal by construction. Where they turn out to be no JSON object,
+the call has failed, with what was given of it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Collection
 from enum import Enum, auto
 
 from gateway.chat.formats import ARGUMENT_KEYS
@@ -41,23 +42,24 @@ class CallReader:
     """Reads `{"name": ..., "arguments": {...}}`, its keys in any order, others ignored.
 
     Attributes:
-        name: the function, None until it is known.
+        name: the function, one of those known; None until it is read.
         failed: what was read is no call. Once there is a name, it stays one that is cut short.
         done: the object is complete.
     """
 
-    __slots__ = ("_accept", "_arguments", "_at", "_depth", "_escaped", "_key", "_quoted", "_seen",
-                 "_text", "name")  # fmt: skip
+    __slots__ = ("_arguments", "_at", "_escaped", "_key", "_names", "_open", "_quoted",
+                 "_seen", "_text", "_written", "name")  # fmt: skip
 
-    def __init__(self, accept: Callable[[str], bool]) -> None:
-        """`accept` says whether a name is one of a function."""
-        self._accept = accept
+    def __init__(self, names: Collection[str]) -> None:
+        """`names` of the functions that may be called."""
+        self._names = names
         self._at = _At.OPEN
         self._key: str | None = None  # None: the string being read is a key
         self._text: list[str] = []  # of the string or scalar being read
         self._arguments: list[str] = []  # not taken yet
         self._seen = False  # arguments began
-        self._depth = 0
+        self._written: list[str] = []  # of a nested value
+        self._open: list[str] = []  # within a nested value: the brackets that will close
         self._quoted = False  # within a nested value: in a string
         self._escaped = False
         self.name: str | None = None
@@ -124,10 +126,10 @@ class CallReader:
     def _value(self, char: str, index: int) -> int:
         """A value's first character."""
         if char in "{[":
-            if self._key == "name":
+            if self._key == "name" or (self._is_arguments and char == "["):
                 self._at = _At.BROKEN
                 return index
-            self._at, self._depth = _At.NESTED, 0
+            self._at = _At.NESTED
             if self._is_arguments:
                 self._seen = True
             else:
@@ -173,13 +175,16 @@ class CallReader:
         if self._key is None:
             self._key, self._at = value, _At.COLON
         elif self._key == "name":
-            if self.name is None and self._accept(value):
+            if self.name is None and value in self._names:
                 self.name = value
             elif self.name is None:
                 self._at = _At.BROKEN
         else:  # arguments as text, as clients have them
             self._seen = True
-            self._arguments.append(value)
+            if _is_object(value or "{}"):
+                self._arguments.append(value or "{}")
+            else:
+                self._at = _At.BROKEN
 
     def _scalar(self, text: str, index: int) -> int:
         """More of a number or a word, which its follower ends."""
@@ -213,11 +218,35 @@ class CallReader:
                 self._escaped = True
             elif char == '"':
                 self._quoted = not self._quoted
-            else:
-                self._depth += 1 if char in "{[" else -1
-                if self._depth == 0:
-                    self._at = _At.COMMA
-                    break
+            elif char in "{[":
+                self._open.append("}" if char == "{" else "]")
+            elif self._open.pop() != char:
+                self._at = _At.BROKEN
+                break
+            elif not self._open:
+                self._at = _At.COMMA
+                break
+        self._written.append(text[begin:index])
         if self._key in ARGUMENT_KEYS:
             self._arguments.append(text[begin:index])
+        if self._at is _At.COMMA:
+            self._end_nested()
         return index
+
+    def _end_nested(self) -> None:
+        written = "".join(self._written)
+        self._written.clear()
+        if self._key in ARGUMENT_KEYS and not _is_object(written):
+            self._at = _At.BROKEN
+
+
+def _is_object(text: str) -> bool:
+    """Whether `text` is a JSON object."""
+    try:
+        return isinstance(json.loads(text, parse_constant=_refuse), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from services.target.runner import SlotAdmit
 from slipstream.errors import InvalidRequest
-from slipstream.grammar import Grammar, first_lines, limits, source
+from slipstream.grammar import Grammar, first_lines, limits, source, vocabulary
 from slipstream.tree import Tree
 
 if TYPE_CHECKING:
@@ -44,17 +44,12 @@ class Vocabulary:
     @classmethod
     def load(cls, folder: Path, vocab_size: int, end_ids: Collection[int]) -> Vocabulary | None:
         """That of the model in `folder`; None where grammars cannot be matched, which is logged."""
+        path = folder / "tokenizer.json"
         try:
-            from llguidance import LLTokenizer
+            words = vocabulary(path.read_text(encoding="utf-8"), vocab_size, end_ids)
         except ImportError:
             log.warning("llguidance is not installed: no request with a grammar can be served")
             return None
-        path = folder / "tokenizer.json"
-        try:
-            text = path.read_text(encoding="utf-8")
-            words = LLTokenizer(text, eos_token=sorted(end_ids) or None)
-            if words.vocab_size < vocab_size:  # the model's has padding
-                words = LLTokenizer(text, n_vocab=vocab_size, eos_token=sorted(end_ids) or None)
         except (OSError, ValueError) as error:
             log.warning("%s: no request with a grammar can be served: %s", path, error)
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from pathlib import Path
@@ -72,6 +73,21 @@ class UpSettings(ProcessSettings):
     port: int = Field(8000, ge=0, le=65535, description="REST port; 0: any free one")
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0: any free one")
     served_name: str | None = Field(None, description="name of the model in the API")
+    tool_parser: Literal["auto", "none", "hermes", "llama3_json", "json"] | None = Field(
+        None, description="how tool calls are written; auto: as the chat template shows"
+    )
+    reasoning_parser: Literal["auto", "none", "think"] | None = Field(
+        None, description="the thinking part to split off; auto: as the chat template shows"
+    )
+    chat_template_kwargs: str | None = Field(
+        None, description="JSON object of variables for the chat template; a request's own win"
+    )
+    generation_config: Literal["model", "off"] | None = Field(
+        None, description="sampling that requests leave open: generation_config.json's, or none"
+    )
+    max_output_tokens: int | None = Field(
+        None, ge=0, description="most tokens of an answer, whatever is asked for; 0: no such cap"
+    )
     device: Device = Field(
         "auto",
         description="auto, cpu, cuda or cuda:N, for both; auto and cuda: a GPU each, or one for "
@@ -130,6 +146,7 @@ def check(settings: UpSettings) -> UpSettings:
     _check_tree(settings)
     _check_handoff(settings)
     _check_shares(settings)
+    _check_chat(settings)
     check_name("--target", settings.target, (EMBEDDED_TARGET,))
     embedded = settings.target == EMBEDDED_TARGET
     draft = settings.draft or (BUNDLED_HEADS[0] if embedded else "none")
@@ -203,6 +220,16 @@ def _check_tree(settings: UpSettings) -> None:
         read_speculative_config(text)
     except ConfigError as error:
         raise ConfigError(f"--speculative-config: {error}") from error
+
+
+def _check_chat(settings: UpSettings) -> None:
+    text = settings.chat_template_kwargs
+    try:
+        if text is None or isinstance(json.loads(text), dict):
+            return
+    except ValueError:
+        pass
+    raise ConfigError(f"--chat-template-kwargs: {text!r} is not a JSON object")
 
 
 def _check_shares(settings: UpSettings) -> None:

@@ -230,28 +230,37 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
 @pytest.mark.parametrize(
-    ("fields", "kind", "has"),
+    ("fields", "param", "kind", "has"),
     [
-        ({"response_format": {"type": "json_object"}}, GrammarKind.LARK, "thinking content"),
-        ({"guided_regex": "a+", **TOOLS}, GrammarKind.LARK, "calls | content"),
-        ({**TOOLS, "tool_choice": "required"}, GrammarKind.LARK, "weather"),
+        (
+            {"response_format": {"type": "json_object"}},
+            "response_format",
+            GrammarKind.LARK,
+            "thinking content",
+        ),
+        ({"guided_regex": "a+", **TOOLS}, "guided_regex", GrammarKind.LARK, "calls | content"),
+        ({**TOOLS, "tool_choice": "required"}, "tool_choice", GrammarKind.LARK, "weather"),
         (
             {"guided_json": SCHEMA, "chat_template_kwargs": {"enable_thinking": False}},
+            "guided_json",
             GrammarKind.JSON_SCHEMA,
             "integer",
         ),
     ],
 )
 async def test_grammars_reach_the_scheduler(
-    folder: Path, fields: dict[str, Any], kind: GrammarKind, has: str
+    folder: Path, fields: dict[str, Any], param: str, kind: GrammarKind, has: str
 ) -> None:
     async with stage(folder, "ok") as s:
-        assert (await refused(s, **fields))[0] == "response_format"  # a server without grammars
+        found, message = await refused(s, **fields)  # a server without grammars
+        assert found == param
+        assert message.startswith(f"{param}: ")
         with_grammars(s)
         await ask(s, **fields)
         grammar = s.scheduler.submitted[-1].grammar
         assert grammar is not None
         assert grammar.kind is kind
+        assert s.scheduler.submitted[-1].grammar_param == param
         assert has in grammar.text.replace("(", "").replace(")", "")
 
 
@@ -333,3 +342,37 @@ async def test_a_slow_check_delays_nobody_else(folder: Path) -> None:
         await asyncio.wait_for(ask(s), 1.0)
         assert not slow.done()
         assert (await slow)[0] == "guided_regex"
+
+
+@pytest.mark.parametrize(
+    ("fields", "finish", "arguments"),
+    [
+        ({"stop": ["Bern"]}, "stop", '{"city": "'),
+        ({"stop": ["</tool_call>"]}, "tool_calls", ARGUMENTS),
+        ({"stop": ["weather"]}, "stop", None),
+        ({"max_tokens": 60}, "length", None),
+    ],
+)
+async def test_a_call_that_is_cut_is_not_to_be_carried_out(
+    folder: Path, fields: dict[str, Any], finish: str, arguments: str | None
+) -> None:
+    async with stage(folder, f"<tool_call>\n{CALL}\n</tool_call>") as s:
+        choice = await ask(s, **TOOLS, **fields)
+        assert choice["finish_reason"] == finish
+        calls = choice["message"].get("tool_calls", [])
+        if arguments is not None:
+            assert [call["function"]["arguments"] for call in calls] == [arguments]
+        body = CHAT | TOOLS | fields | {"stream": True}
+        streamed = joined((await s.http.post("/v1/chat/completions", json=body)).text)
+        assert streamed["finish"] == finish
+        assert streamed["calls"] == [
+            [call["function"]["name"], call["function"]["arguments"]] for call in calls
+        ]
+
+
+async def test_a_function_that_nobody_declared_is_text(folder: Path) -> None:
+    text = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
+    async with stage(folder, text) as s:
+        choice = await ask(s, **TOOLS)
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", text)
+        assert "tool_calls" not in choice["message"]

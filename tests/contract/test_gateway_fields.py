@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.request import GenerateParams
+from gateway.schemas import validate
 from slipstream import __version__
 from slipstream.errors import ConfigError
 from slipstream.v1 import gateway_pb2 as pb
@@ -197,6 +201,9 @@ async def test_version_documents_and_what_is_not_there(tmp_path: Path) -> None:
         assert (await s.http.get("/version")).json() == {"version": __version__}
         page = await s.http.get("/docs")
         assert page.status_code == 200 and "/openapi.json" in page.text
+        assert not re.findall(r"https?://|<script|<link|src=", page.text)  # it needs no network
+        for told in ("POST /v1/chat/completions", "repetition_penalty", "Speculative", "budget"):
+            assert told in page.text
         document = (await s.http.get("/openapi.json")).json()
         assert {"/v1/completions", "/tokenize", "/detokenize", "/version"} <= set(document["paths"])
         properties = document["components"]["schemas"]["CompletionBody"]["properties"]
@@ -205,3 +212,72 @@ async def test_version_documents_and_what_is_not_there(tmp_path: Path) -> None:
         response = await s.http.post("/v1/responses", json={"input": "x"})
         assert response.status_code == 404
         assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_far_too_long_is_not_tokenised(tmp_path: Path, stream: bool) -> None:
+    """The same refusal as of one that is just too long, at once; and what fits is never refused."""
+    async with stage(tmp_path, "ok", max_model_len=64) as s:
+        encode = s.tokenizer._encode
+        seen: list[int] = []
+
+        def watched(texts: Sequence[str], special: bool) -> list[list[int]]:
+            seen.extend(map(len, texts))
+            return encode(texts, special)
+
+        s.tokenizer._encode = watched  # type: ignore[method-assign]
+        for path, field, long in (
+            ("/v1/completions", "prompt", "z " * 500_000),
+            ("/v1/completions", "prompt", ["z", "z " * 500_000]),
+            ("/v1/chat/completions", "messages", [{"role": "user", "content": "z " * 500_000}]),
+        ):
+            body = {field: long, "stream": stream, "max_tokens": 5}
+            response = await s.http.post(path, json=body)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+            assert "maximum context length is 64 tokens" in error["message"]
+            assert "at least" in error["message"]
+        assert not seen
+        for length, status in ((63, 200), (64, 400)):
+            body = {"prompt": "z" * length, "stream": stream, "max_tokens": 1}
+            assert (await s.http.post("/v1/completions", json=body)).status_code == status
+        assert [size for size in seen if size > len("ok")] == [63, 64]
+
+
+async def test_a_long_body_is_read_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = threading.get_ident()
+    where: list[bool] = []
+
+    def watched(schema: Any, data: object) -> Any:
+        where.append(threading.get_ident() == here)
+        return validate(schema, data)
+
+    monkeypatch.setattr("gateway.app.validate", watched)
+    async with stage(tmp_path, "ok") as s:
+        for count, code in ((1, None), (20_000, "context_length_exceeded")):
+            body = {"messages": CHAT["messages"] * count, "sped": 1}
+            response = await s.http.post("/v1/chat/completions", json=body, timeout=60)
+            assert response.json().get("error", {}).get("code") == code
+        assert where == [True, False]
+        assert 'field="sped"' in (await s.http.get("/metrics")).text
+
+
+async def test_no_answer_is_longer_than_the_servers_cap(tmp_path: Path) -> None:
+    """What asks for more is cut there, as by max_tokens."""
+    async with stage(
+        tmp_path, TEXT * 9, max_model_len=4096, settings={"max_output_tokens": 7}
+    ) as s:
+        for asked, length in ((None, 7), (100, 7), (7, 7), (3, 3)):
+            for path, body in (("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)):
+                whole = await both(s.http, path, body | {"max_tokens": asked})
+                assert whole["usage"]["completion_tokens"] == length, (path, asked)
+                assert whole["choices"][0]["finish_reason"] == "length"
+        body = PROMPT | {"max_tokens": 100, "min_tokens": 50}
+        assert (await s.http.post("/v1/completions", json=body)).status_code == 200
+        assert s.scheduler.submitted[-1].min_tokens == 7
+    async with stage(tmp_path, TEXT * 9, max_model_len=4096) as s:
+        whole = await both(s.http, "/v1/completions", PROMPT | {"max_tokens": 100})
+        assert whole["usage"]["completion_tokens"] == 100

@@ -64,6 +64,9 @@ BAD_REQUESTS: list[tuple[str, str, bytes | None, int, str | None, str | None]] =
     ),
     ("POST", "/v1/chat/completions", b'{"messages": []}', 400, "messages", None),
     ("GET", "/v1/models/gpt", None, 404, "model", "model_not_found"),
+    ("POST", "/v1/models/", b"{}", 405, None, "method_not_allowed"),
+    ("POST", "/nowhere/", b"{}", 404, None, "not_found"),
+    ("POST", "/v1/completions/", b"{}", 400, "prompt", None),
 ]
 
 
@@ -81,6 +84,39 @@ async def test_errors_have_one_shape(tmp_path: Path, stream: bool) -> None:
             assert (error["param"], error["code"]) == (param, code), (method, path, body)
         assert (await s.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
         assert len(s.scheduler.submitted) == 1
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"BREW /v1/models HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET /v1/models HTTP/9.9\r\n\r\n",
+        b"\x16\x03\x01 this is TLS",
+        b"POST /v1/completions HTTP/1.1\r\ncontent-length: x\r\n\r\n",
+    ],
+)
+async def test_what_is_no_http_gets_the_same_shape(tmp_path: Path, sent: bytes) -> None:
+    async with stage(tmp_path) as s:
+        host, _, port = s.front.http.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent)
+        head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+        writer.close()
+        assert head.startswith(b"HTTP/1.1 400 ") and b"application/json" in head
+        error = json.loads(body)["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["type"] == "invalid_request_error"
+        assert (await s.http.get("/v1/models")).status_code == 200
+
+
+async def test_a_slash_at_the_end_changes_nothing(tmp_path: Path) -> None:
+    async with stage(tmp_path, "abc") as s:
+        listed = await s.http.get("/v1/models/")
+        assert listed.json() == (await s.http.get("/v1/models")).json()
+        assert listed.json()["object"] == "list"
+        for path, body in (("/v1/completions/", PROMPT), ("/v1/chat/completions/", CHAT)):
+            assert (await s.http.post(path, json=body)).status_code == 200
 
 
 async def test_a_body_too_large(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ what a model can answer: a few fields, with values from `SENSIBLE`.
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -197,14 +196,12 @@ class Served:
 
 @contextmanager
 def process(
-    log: Path, module: str, *flags: str, **env: str
+    log: Path, module: str, *flags: str
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
     """A process that has said READY, and what it said with it."""
     command = [sys.executable, "-m", module, *flags]
     with log.open("a") as lines:
-        child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=lines, text=True, env=os.environ | env
-        )
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=lines, text=True)
     try:
         assert child.stdout is not None
         word, _, data = child.stdout.readline().partition(" ")
@@ -280,10 +277,10 @@ def test_the_embedded_pair(tmp_path: Path) -> None:
         process(log, "services.draft", *common) as (_, draft),
         process(
             log,
-            "tests.fakes.whole",
+            "gateway",
             *("--target", target["grpc"], "--draft", draft["grpc"], "--port", "0"),
             *("--tokenizer", "smollm2-135m-instruct", "--log-level", "warning"),
-            SLIPSTREAM_FAKE_CAP="16",
+            *("--max-output-tokens", "16"),
         ) as (child, ready),
     ):
         attack(Served(child, f"http://{ready['http']}", log), 50)

@@ -80,6 +80,7 @@ class FakeTargetRunner:
         calls: (kind, slots, rows) of every step.
         busy_s: time spent in steps.
         fail_next: raise in the next step.
+        dead_end: output tokens after which a grammar allows no more; None: it always does.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class FakeTargetRunner:
         self.calls: list[tuple[str, int, int]] = []
         self.busy_s = 0.0
         self.fail_next = False
+        self.dead_end: int | None = None
 
     def admit(self, slot: int, admit: SlotAdmit) -> None:
         assert slot not in self._slots, f"slot {slot} admitted twice"
@@ -184,6 +186,9 @@ class FakeTargetRunner:
         assert entry.start == slot.rows == len(slot.tokens) - 1
         assert entry.anchor == slot.tokens[-1]
         slot.table = list(entry.pages)
+        given = len(slot.tokens) - len(slot.admit.prompt_ids)
+        if slot.admit.grammar is not None and self.dead_end is not None and given >= self.dead_end:
+            return EntryResult(finish=Finish.ERROR)
         tree = entry.tree(self.spec.vocab_size)
         tree.validate()
         assert tree.tokens[0] == entry.anchor

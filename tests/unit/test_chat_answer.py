@@ -87,14 +87,41 @@ CASES: list[tuple[AnswerFormat, str, Any]] = [
     (tools(HERMES), "a  <tool_call> no", ("", "a  <tool_call> no", [])),
     (tools(HERMES), f"<tool_call> <tool_call>{TIME}", ("", "<tool_call>", [LATE])),
     (tools(HERMES), 'a <tool_call>{"na', ("", 'a <tool_call>{"na', [])),
-    (tools(HERMES), '<tool_call>{"name": "x", "argu', ("", None, [("x", "")])),
-    (tools(HERMES), '<tool_call>{"name": "x", "arguments": {"a', ("", None, [("x", '{"a')])),
-    (tools(HERMES), '<tool_call>{"name": "x"}', ("", None, [("x", "{}")])),
-    (tools(HERMES), '<tool_call>{"name": "x", "arguments": null}', ("", None, [("x", "{}")])),
+    (tools(HERMES), '<tool_call>{"name": "time", "argu', ("", None, [("time", "")])),
     (
         tools(HERMES),
-        '<tool_call>{"name": "x", "arguments": "{\\"a\\": 1}", "id": [{"name": "y"}]}',
-        ("", None, [("x", '{"a": 1}')]),
+        '<tool_call>{"name": "time", "arguments": {"a',
+        ("", None, [("time", '{"a')]),
+    ),
+    (tools(HERMES), '<tool_call>{"name": "time"}', ("", None, [("time", "{}")])),
+    (tools(HERMES), '<tool_call>{"name": "time", "arguments": null}', ("", None, [("time", "{}")])),
+    (
+        tools(HERMES),
+        '<tool_call>{"name": "time", "arguments": "{\\"a\\": 1}", "id": [{"name": "y"}]}',
+        ("", None, [("time", '{"a": 1}')]),
+    ),
+    (tools(HERMES), '<tool_call>{"name": "time", "arguments": ""}', ("", None, [("time", "{}")])),
+    *(
+        (tools(HERMES), text, ("", text, []))  # of functions that nobody declared
+        for text in (
+            '<tool_call>{"name": "x", "argu',
+            '<tool_call>\n{"name": "x", "arguments": {}}\n</tool_call>',
+            'a\n<tool_call>{"arguments": {"a": 1}, "name": "x"}</tool_call> b',
+            '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+            '<tool_call>{"arguments": [1], "name": "time"}</tool_call>',
+            '<tool_call>{"arguments": "x", "name": "time"}</tool_call>',
+            '<tool_call>{"arguments": {"a": b}, "name": "time"}</tool_call>',
+        )
+    ),
+    (
+        tools(HERMES),
+        f'{MARKED}\n<tool_call>{{"name": "x"}}</tool_call>',
+        ("", '<tool_call>{"name": "x"}</tool_call>', [BERN]),
+    ),
+    (
+        tools(LLAMA3),
+        '<|python_tag|>{"name": "x", "parameters": {}}',
+        ("", '<|python_tag|>{"name": "x", "parameters": {}}', []),
     ),
     (tools(HERMES), '<tool_call>{"name": 5}', ("", '<tool_call>{"name": 5}', [])),
     (tools(HERMES), '<tool_call>{"name": "\\ud800"}', ("", '<tool_call>{"name": "\\ud800"}', [])),
@@ -196,6 +223,33 @@ def test_calls_come_back_as_they_were_written(
     assert [(name, json.loads(arguments)) for name, arguments in found] == [
         (name, arguments) for name, arguments, _ in calls
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "called"),
+    [
+        (MARKED, True),
+        (MARKED.removesuffix("</tool_call>"), True),
+        (f"{MARKED}\n{MARKED}", True),
+        (f'{MARKED}<tool_call>{{"name": "x"}}</tool_call>', True),
+        (MARKED[:40], False),  # within its arguments
+        (f"{MARKED}\n{MARKED[:40]}", False),
+        ('<tool_call>{"name": "time"', False),
+        ('<tool_call>{"name": "time", "arguments": {"at": now}}</tool_call>', False),
+        ('<tool_call>{"name": "time", "arguments": {"at": [}}</tool_call>', False),
+        ('<tool_call>{"name": "time", "arguments": {"at": NaN}}</tool_call>', False),
+        ('<tool_call>{"name": "time", "arguments": [1]}</tool_call>', False),
+        ('<tool_call>{"name": "time", "arguments": "at"}</tool_call>', False),
+        ('<tool_call>{"name": "x", "arguments": {}}</tool_call>', False),
+    ],
+)
+def test_only_complete_calls_are_to_be_carried_out(text: str, called: bool) -> None:
+    for pieces in ([text], [*text, ""]):
+        parser = AnswerParser(tools(HERMES))
+        for index, piece in enumerate(pieces):
+            parser.feed(piece, last=index == len(pieces) - 1)
+        assert parser.finish("stop") == ("tool_calls" if called else "stop")
+        assert parser.finish("length") == "length"
 
 
 def test_the_finish_reason() -> None:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -59,6 +60,12 @@ def model(tmp_path: Path) -> Path:
         (['--speculative-config={"deep": 1}'], "--speculative-config: .* no key 'deep'"),
         (['--speculative-config={"width": "4"}'], "--speculative-config: .*width .*'4'"),
         (["--target="], "--target: '' "),
+        (["--tool-parser=xml"], "--tool-parser: .*got 'xml'"),
+        (["--reasoning-parser=loud"], "--reasoning-parser: .*got 'loud'"),
+        (["--generation-config=on"], "--generation-config: .*got 'on'"),
+        (["--chat-template-kwargs=[1]"], r"--chat-template-kwargs: '\[1\]' is not a JSON object"),
+        (["--chat-template-kwargs={"], "--chat-template-kwargs: '{' is not a JSON object"),
+        (["--max-output-tokens=-1"], "--max-output-tokens: .*got '-1'"),
         (["--speculative-config={}", "--width=2"], "--width: say it in --speculative-config"),
         (["--host=no.such.host.invalid", "--port=1"], "--host: 'no.such.host.invalid'"),
     ],
@@ -173,6 +180,22 @@ def test_the_processes_know_their_flags(model: Path) -> None:
         parse(DraftSettings, cell.draft[4:])
         gateway = parse(GatewaySettings, cell.gateway[4:])
         assert gateway.scheduler().pin_nodes == bool(chosen)
+
+
+def test_what_is_said_of_chats_and_answers_reaches_the_gateway(model: Path) -> None:
+    given = settings(
+        "--tool-parser=hermes", "--reasoning-parser=think", "--generation-config=off",
+        '--chat-template-kwargs={"enable_thinking": false}', "--max-output-tokens=64",
+    )  # fmt: skip
+    cell = commands(given, model)
+    gateway = parse(GatewaySettings, cell.gateway[4:])
+    assert (gateway.tool_parser, gateway.reasoning_parser) == ("hermes", "think")
+    assert gateway.chat_template_kwargs == {"enable_thinking": False}
+    assert (gateway.generation_config, gateway.max_output_tokens) == ("off", 64)
+    assert "--tool-parser" not in flags(commands(settings(), model).gateway)
+    for name in ("tool_parser", "reasoning_parser", "generation_config"):
+        (known, _) = get_args(UpSettings.model_fields[name].annotation)
+        assert known == GatewaySettings.model_fields[name].annotation
 
 
 def test_without_a_draft_there_are_two_processes(model: Path) -> None:

@@ -70,3 +70,11 @@ def test_what_json_cannot_say() -> None:
     rows = [Scored(6, 0, row)]
     for found in (shape.completion(rows), shape.chat(rows), shape.prompt([1, 6], [row])):
         assert "-9999" in json.dumps(found, allow_nan=False)
+
+
+def test_a_rank_is_told_only_where_it_is_known() -> None:
+    row = TokenLogprob(-2.5, ((0, -0.5), (2, -1.0)))
+    _, found = LogprobShape(Twins(), 2).prompt([5, 4], [row])
+    assert found is not None
+    assert [entry.get("rank") for entry in found.values()] == [1, 2, None]
+    assert "rank" not in found["4"]

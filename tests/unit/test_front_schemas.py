@@ -88,6 +88,7 @@ def test_prompts_of_every_kind(given: object, prompts: list[object]) -> None:
         (PROMPT | {"logit_bias": [1]}, "logit_bias", "[1]"),
         (PROMPT | {"logit_bias": {"a": 1}}, "logit_bias", "'a'"),
         (PROMPT | {"logit_bias": {"-5": 1}}, "logit_bias", "'-5'"),
+        (PROMPT | {"logit_bias": {"5": 1, "05": 2}}, "logit_bias", "'05'"),
         (PROMPT | {"logit_bias": {"5": 101}}, "logit_bias.5", "101"),
         (PROMPT | {"logit_bias": {"5": None}}, "logit_bias.5", "null"),
         (PROMPT | {"logit_bias": {"5": True}}, "logit_bias.5", "True"),

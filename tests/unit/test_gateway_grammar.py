@@ -16,8 +16,9 @@ from tokenizers import AddedToken, Tokenizer
 from gateway.chat.answer import AnswerFormat, AnswerParser
 from gateway.chat.formats import HERMES, JSON, LLAMA3, THINK, ToolFormat
 from gateway.chat.reasoning import Thinking
-from gateway.chat.tools import Named, ToolUse, chosen, declarations
-from gateway.grammar import Bound, Checker, Constraint, constraint
+from gateway.chat.tools import ToolUse, chosen, declarations
+from gateway.grammar import Bound, Constraint, constraint
+from gateway.grammar_check import ANYTHING, Checker, Drawn
 from slipstream.errors import InvalidRequest
 from slipstream.grammar import Grammar, GrammarKind, source
 from tests.tiny import make_tokenizer
@@ -51,14 +52,17 @@ def raw(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture
-def checker() -> Iterator[Checker]:
-    checker = Checker(1)
+def checker(raw: Tokenizer) -> Iterator[Checker]:
+    eos = raw.token_to_id("<|im_end|>")
+    checker = Checker(lambda: llguidance.LLTokenizer(raw.to_str(), eos_token=[eos]), 1)
     yield checker
     checker.close()
 
 
-def admit(checker: Checker, bound: Bound, token: Any = NO_TOKEN) -> Grammar:
-    grammar = asyncio.run(checker.admit(bound, token))
+def admit(
+    checker: Checker, bound: Bound, token: Any = NO_TOKEN, drawn: Drawn = ANYTHING
+) -> Grammar:
+    grammar = asyncio.run(checker.admit(bound, token, drawn))
     assert grammar is not None
     return grammar
 
@@ -133,7 +137,6 @@ def test_white_space_is_bounded(checker: Checker, words: Words) -> None:
         {},
         {"response_format": None},
         {"response_format": {"type": "text"}},
-        {"guided_choice": []},
         {"structured_outputs": {"json_object": False}},
     ],
 )
@@ -175,6 +178,10 @@ SCHEMA = "response_format.json_schema.schema"
         ({"guided_choice": "yes"}, "guided_choice", "yes"),
         ({"guided_choice": ["a", ""]}, "guided_choice", "''"),
         ({"guided_choice": ["a"] * 5000}, "guided_choice", "5000"),
+        ({"guided_choice": []}, "guided_choice", "must not be empty"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "empty"),
+        ({"guided_grammar": "start: <[999]>"}, "guided_grammar", "999"),
+        ({"guided_grammar": "start: <|nowhere|>"}, "guided_grammar", "nowhere"),
         ({"structured_outputs": 1}, "structured_outputs", "1"),
         ({"structured_outputs": {}}, "structured_outputs", "one of"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "one of"),
@@ -200,6 +207,53 @@ def test_a_grammar_of_the_clients_own(checker: Checker, words: Words) -> None:
     with pytest.raises(InvalidRequest) as caught:
         admit(checker, Bound(bound, think=THINK, thinking=Thinking.POSSIBLE))
     assert caught.value.param == "guided_grammar"
+
+
+@pytest.mark.parametrize(
+    "lark",
+    ["start: <[300]>", "start: <|im_start|>", "start: <[259-300]>", 'start: "a" <tool_call>'],
+)
+def test_a_grammar_of_the_models_own_tokens(
+    checker: Checker, words: Words, raw: Tokenizer, lark: str
+) -> None:
+    """Ids beyond those of bytes, and special tokens, as the target takes them."""
+    grammar = admit(checker, Bound(content(guided_grammar=lark)))
+    compiled = llguidance.LLMatcher(words._words, source(grammar), log_level=0)
+    assert not compiled.is_error()
+    assert any(compiled.compute_bitmask())
+
+
+def test_bans_that_leave_no_answer(checker: Checker, raw: Tokenizer) -> None:
+    """Refused before a token is drawn; what may still be answered is not."""
+    eos = raw.token_to_id("<|im_end|>")
+
+    def ban(letters: str, most: int = 100) -> Drawn:
+        found = {number for piece, number in raw.get_vocab().items() if set(piece) & set(letters)}
+        return Drawn(found - {eos}, {eos}, most)
+
+    yes = Bound(content(guided_choice=["yes"]))
+    for bound, drawn, param in (
+        (yes, ban("y"), "guided_choice"),
+        (yes, ban("s"), "guided_choice"),
+        (yes, Drawn({eos}, {eos}), "guided_choice"),
+        (Bound(content(guided_choice=["no", "yes"])), ban("os"), "guided_choice"),
+        (Bound(content(guided_json=CITY)), ban("{"), "guided_json"),
+        (Bound(content(guided_regex="a+b")), ban("a"), "guided_regex"),
+        (calls(LLAMA3), ban("{"), "tool_choice"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            admit(checker, bound, drawn=drawn)
+        assert caught.value.param == "bad_words"
+        assert str(caught.value).startswith("bad_words: ")
+        assert f"that {param} allows" in str(caught.value)
+    for bound, drawn in (
+        (yes, ban("n")),
+        (yes, ban("s", most=1)),  # its length ends it first
+        (Bound(content(guided_choice=["no", "yes"])), ban("s")),
+        (Bound(content(guided_regex="[ab]*")), ban("a")),
+        (Bound(content(guided_json=CITY)), ban("abcdefgh")),
+    ):
+        admit(checker, bound, drawn=drawn)
 
 
 def test_what_is_not_strict_is_held_as_far_as_possible(checker: Checker, words: Words) -> None:
@@ -271,7 +325,7 @@ LLAMA_NOW = '{"name": "now", "parameters": {}}'
 )
 @pytest.mark.parametrize("as_tokens", [True, False])
 def test_enforced_calls(
-    checker: Checker, raw: Tokenizer, bound: Bound, good: list[str], bad: list[str], as_tokens: bool
+    raw: Tokenizer, bound: Bound, good: list[str], bad: list[str], as_tokens: bool
 ) -> None:
     if as_tokens:
         words = Words(raw)
@@ -280,7 +334,9 @@ def test_enforced_calls(
         plain = json.loads(raw.to_str())
         plain["added_tokens"] = [t for t in plain["added_tokens"] if t["content"] in specials]
         words = Words(Tokenizer.from_str(json.dumps(plain)))
+    checker = Checker(lambda: words._words, 1)
     grammar = admit(checker, bound, raw.token_to_id if as_tokens else NO_TOKEN)
+    checker.close()
     for text in good:
         assert words.accept(grammar, text), text
         form = AnswerFormat(bound.think, bound.thinking, bound.form, ("weather", "now"))
@@ -352,65 +408,3 @@ def test_a_costly_grammar_is_refused_and_the_event_loop_goes_on_meanwhile(checke
         return worst
 
     assert asyncio.run(run()) < 0.4
-
-
-def test_declarations() -> None:
-    assert declarations([]) == []
-    tool = {"type": "function", "function": {"name": "a", "strict": None, "extra": 1}}
-    assert declarations([tool]) == [
-        {"type": "function", "function": {"name": "a", "extra": 1}},
-    ]
-
-
-def function(**fields: Any) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": "f"} | fields}
-
-
-@pytest.mark.parametrize(
-    ("value", "param"),
-    [
-        (5, "tools"),
-        ([function(name=f"f{i}") for i in range(129)], "tools"),
-        ([5], "tools[0]"),
-        ([{"type": "web_search"}], "tools[0].type"),
-        ([{"type": "function"}], "tools[0].function"),
-        ([function(name="a b")], "tools[0].function.name"),
-        ([function(), function()], "tools[1].function.name"),
-        ([function(description=1)], "tools[0].function.description"),
-        ([function(parameters=[])], "tools[0].function.parameters"),
-        ([function(strict="yes")], "tools[0].function.strict"),
-    ],
-)
-def test_bad_declarations(value: object, param: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        declarations(value)
-    assert caught.value.param == param
-
-
-def test_the_choice_of_a_tool() -> None:
-    assert use("none") == ToolUse()
-    assert use("auto").forced == {}
-    assert use("auto").declared == TOOLS
-    assert list(use("required").forced) == [0, 1]
-    assert list(use(named("now")).forced) == [1]
-    assert not use(named("now")).parallel
-    assert chosen(named("x")) == Named("x")
-    assert ToolUse.of((), "auto", True) == ToolUse()
-
-
-@pytest.mark.parametrize(
-    ("choice", "tools", "param"),
-    [
-        ("sometimes", TOOLS, "tool_choice"),
-        (5, TOOLS, "tool_choice"),
-        ({"type": "allowed_tools"}, TOOLS, "tool_choice"),
-        ({"type": "function"}, TOOLS, "tool_choice.function.name"),
-        (named("other"), TOOLS, "tool_choice.function.name"),
-        ("required", [], "tool_choice"),
-        (named("now"), [], "tool_choice"),
-    ],
-)
-def test_bad_choices(choice: object, tools: list[Any], param: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        ToolUse.of(tools, chosen(choice), True)
-    assert caught.value.param == param
