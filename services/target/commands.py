@@ -123,6 +123,7 @@ class Times:
     published: int = 0
     drafted: int = 0
     started: int = 0
+    enqueued: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,6 +137,7 @@ def _step_done(event: StepDone) -> target_pb2.StepDone:
             published=times.published,
             drafted=times.drafted,
             started=times.started,
+            enqueued=times.enqueued,
         ),
     )
 

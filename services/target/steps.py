@@ -153,6 +153,7 @@ class Steps:
                 computed=computed - begun.began,
                 drafted=begun.drafted,
                 started=begun.began,
+                enqueued=begun.computed - begun.began,
             )
         idle = self._clock.idle(stamps)
         drafted = stamps.draft_ended - stamps.draft_began
@@ -162,6 +163,7 @@ class Steps:
             computed=stamps.ended - stamps.began,
             drafted=begun.drafted or max(drafted, 0),
             started=self._clock.monotonic(stamps.began, stamps.ended, seen),
+            enqueued=begun.computed - begun.began,
         )
 
     def _link(self, plan: Plan, jobs: Sequence[Job]) -> Link | None:

@@ -544,10 +544,11 @@ class StepTimes(_message.Message):
     PUBLISHED_FIELD_NUMBER: _builtins.int
     DRAFTED_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
+    ENQUEUED_FIELD_NUMBER: _builtins.int
     queued: _builtins.int
     """Plan received until the engine took it up."""
     waited: _builtins.int
-    """Waiting for the draft's proposal."""
+    """Waiting for the draft's proposal; on a GPU that runs ahead, its idle time before the step."""
     computed: _builtins.int
     """Target compute: forward, sample, walk, commit."""
     published: _builtins.int
@@ -556,6 +557,10 @@ class StepTimes(_message.Message):
     """Draft compute of the proposal used, as the draft measured it; 0 without one."""
     started: _builtins.int
     """Monotonic clock of the target at which compute began."""
+    enqueued: _builtins.int
+    """The engine's own time to check the plan and to hand it to the device; where a step is computed at once it holds
+    `computed`.
+    """
     def __init__(
         self,
         *,
@@ -565,10 +570,11 @@ class StepTimes(_message.Message):
         published: _builtins.int = ...,
         drafted: _builtins.int = ...,
         started: _builtins.int = ...,
+        enqueued: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "drafted", b"drafted", "published", b"published", "queued", b"queued", "started", b"started", "waited", b"waited"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "drafted", b"drafted", "enqueued", b"enqueued", "published", b"published", "queued", b"queued", "started", b"started", "waited", b"waited"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
