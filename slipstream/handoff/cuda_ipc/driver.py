@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import threading
 from functools import cache
@@ -25,6 +26,9 @@ PEER_ACCESS = 0x1
 
 NON_BLOCKING = 0x1
 """CU_STREAM_NON_BLOCKING: no implicit order with the legacy stream."""
+
+HANDLE_BYTES = 64
+"""CU_IPC_HANDLE_SIZE; the bindings name the field of a handle in some versions only."""
 
 NOT_READY = 600
 """CUDA_ERROR_NOT_READY."""
@@ -112,16 +116,16 @@ class Driver:
     def handle(self, address: int) -> bytes:
         """What another process needs to map the allocation at `address`."""
         self.enter()
-        return bytes(self.call("cuIpcGetMemHandle", address).reserved)
+        structure = self.call("cuIpcGetMemHandle", address)
+        return ctypes.string_at(structure.getPtr(), HANDLE_BYTES)
 
     def open(self, handle: bytes) -> int:
         """Maps another process's allocation; its address here."""
         self.enter()
+        if len(handle) != HANDLE_BYTES:
+            raise CudaError(f"not a memory handle: {len(handle)} bytes")
         structure = self.api.CUipcMemHandle()
-        try:
-            structure.reserved = handle
-        except ValueError as error:
-            raise CudaError(f"not a memory handle: {error}") from error
+        ctypes.memmove(structure.getPtr(), handle, HANDLE_BYTES)
         return int(self.call("cuIpcOpenMemHandle", structure, PEER_ACCESS))
 
     def size(self, address: int) -> int:
