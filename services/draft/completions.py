@@ -113,11 +113,14 @@ class ResultRing:
         for mark in (*self._ready, *self._copied, *self._ends):
             mark.put()  # it is made now, while nothing waits
 
+    def begin_copy(self) -> None:
+        """Before a result is made: the one that lies in its place was copied."""
+        self._free.acquire()
+
     def copy(
         self, results: Tensor, completions: Completions, take: Callable[[Words], None]
     ) -> None:
         """Copies a result of the current stream; `take` gets the host's, to be kept no longer."""
-        self._free.acquire()
         at, self._next = self._next, (self._next + 1) % len(self._copies)
         host, copied = self._copies[at], self._copied[at]
         self._ready[at].put()

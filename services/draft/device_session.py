@@ -57,7 +57,7 @@ class _Room:
     """What a slot's pages hold.
 
     Attributes:
-        capacity: rows, beside a block.
+        capacity: rows, beside a block; negative without pages for one.
         coming: most fresh rows of each step that is on the stream and not yet told of.
     """
 
@@ -140,7 +140,7 @@ class DeviceSession:
                 while plan.after - self._base.written > RING:  # no more records are kept
                     self._take(self._send(plan, self._base.written + RING, []))
                 self._take(self._send(plan, plan.after, asks))
-                if any(entry.nodes > 1 for entry in plan.entries):
+                if plan.decode and any(entry.nodes > 1 for entry in plan.entries):
                     self._draft(asks)
             self._end.publish(plan.step)
             self._plans[plan.step] = plan
@@ -208,8 +208,10 @@ class DeviceSession:
             return
         rows = slot.rows + sum(room.coming.values())
         if rows > room.capacity:
-            room.capacity = max(room.capacity, self._context.reserve_most(number, rows))
-            self._edit(number)
+            capacity = self._context.reserve_most(number, rows)
+            if capacity > room.capacity:
+                room.capacity = capacity
+                self._edit(number)
 
     def _take(self, passes: dict[int, list[Piece]]) -> None:
         """Waits, on the stream, for the context of these steps, and takes it."""
@@ -218,6 +220,7 @@ class DeviceSession:
         after = max(passes)
         self._end.await_context(after)
         for step, pieces in passes.items():
+            self._peer.results.begin_copy()
             self._step.run("accept")
             for piece in pieces:
                 self._step.run(*piece)

@@ -61,6 +61,7 @@ from slipstream.kernels.peer import (
     V_STARVED,
     VERDICT_INTS,
     VERDICTS,
+    WARP_LANES,
 )
 
 _STATE = tl.constexpr(STATE_INTS)
@@ -143,7 +144,8 @@ def accept(
     lanes = max(16, triton.next_power_of_2(state.shape[0]))
     _accept[(1,)](
         peer, plan, state, verdicts, slots, starts, begins, done,
-        MOST=state.shape[0], VOCAB=vocab_size, N=lanes, REAL=plan.is_cuda, num_warps=4,
+        MOST=state.shape[0], VOCAB=vocab_size, N=lanes, REAL=plan.is_cuda,
+        num_warps=1 if lanes <= WARP_LANES else 4,
     )  # fmt: skip
 
 
@@ -209,6 +211,7 @@ def _accept(
     good = mine & (code == SILENT)
     live = good & caught_up
     left = tl.where(code == BAD_END, 0, rows + fresh)
+    tl.debug_barrier()  # a warp that is late must not read what another has written
     said = tl.where(first == behind, SILENT, code)
     said = tl.where(live & (was_live == 0), IS_LIVE, said)
     said = tl.where(good & was_live & (live == 0), NOT_AT_START, said)

@@ -131,6 +131,9 @@ A_COUNT = tl.constexpr(3)  # rows of the block
 A_OUT = tl.constexpr(4)  # first node of the entry in the plan
 A_ENTRY = tl.constexpr(5)
 
+WARP_LANES = 128
+"""Slots that one warp does in a kernel of one program."""
+
 RING_ENTRIES = tl.constexpr(RING)
 RECORD_WORDS = tl.constexpr(RECORD_INTS)
 HEAD_WORDS = tl.constexpr(HEAD_INTS)

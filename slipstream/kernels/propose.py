@@ -44,6 +44,7 @@ from slipstream.kernels.peer import (
     SLOTS,
     STATE_INTS,
     STEP,
+    WARP_LANES,
 )
 
 _STATE = tl.constexpr(STATE_INTS)
@@ -75,7 +76,8 @@ def open_blocks(peer: Tensor, plan: Tensor, state: Tensor, blocks: Blocks, *, mo
     lanes = max(16, triton.next_power_of_2(state.shape[0]))
     _open_blocks[(1,)](
         peer, plan, state, blocks.counts, blocks.fields,
-        MOST=most, ALL=state.shape[0], N=lanes, REAL=plan.is_cuda, num_warps=4,
+        MOST=most, ALL=state.shape[0], N=lanes, REAL=plan.is_cuda,
+        num_warps=1 if lanes <= WARP_LANES else 4,
     )  # fmt: skip
 
 
@@ -115,6 +117,7 @@ def _open_blocks(
     tl.store(block + _F_ENTRY, tl.load(ask + A_ENTRY, mask=open_, other=0).to(tl.int32), mask=open_)
     tl.store(counts, tl.sum(open_.to(tl.int32), 0))
     tl.store(counts + 1, tl.sum(size, 0).to(tl.int32))
+    tl.debug_barrier()  # a warp that is late must not read what another has written
     tl.store(plan + CURSOR, first + MOST)
 
 
