@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,7 +33,8 @@ def gather(peer: Tensor, begins: Tensor, done: Tensor, rows: DeviceRows, feature
     _gather[(rows.capacity + triton.cdiv(entries + 1, _LANES),)](
         peer, begins, done, rows.slots, rows.starts, rows.offsets, rows.entries, rows.positions,
         features, R=rows.capacity, E=entries, HALVINGS=entries.bit_length(), WIDTH=width,
-        LANES=_LANES, COLUMNS=min(_COLUMNS, triton.next_power_of_2(width)), num_warps=4,
+        LANES=_LANES, COLUMNS=min(_COLUMNS, triton.next_power_of_2(width)),
+        ALIGNED=math.gcd(16, width * features.element_size()), num_warps=4,
     )  # fmt: skip
 
 
@@ -39,7 +42,7 @@ def gather(peer: Tensor, begins: Tensor, done: Tensor, rows: DeviceRows, feature
 def _gather(
     peer, begins, done, slots, starts, offsets, entries, positions, features,
     R: tl.constexpr, E: tl.constexpr, HALVINGS: tl.constexpr, WIDTH: tl.constexpr,
-    LANES: tl.constexpr, COLUMNS: tl.constexpr,
+    LANES: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     before = tl.load(done)
@@ -70,8 +73,8 @@ def _gather(
     page = tl.load(table + tl.where(known, index, 0)).to(tl.int64)
     known = known & (page >= 0) & (page < tl.load(peer + PAGES))
     source = tl.where(known, page * size + position % size, 0) * WIDTH
-    base = tl.multiple_of(tl.load(peer + FEATURES), 16)
-    base = base.to(tl.pointer_type(features.dtype.element_ty)) + source
+    base = tl.load(peer + FEATURES).to(tl.pointer_type(features.dtype.element_ty)) + source
+    base = tl.multiple_of(base, ALIGNED)
     target = features + row.to(tl.int64) * WIDTH
     width = tl.where(known, WIDTH, 0)
     for first in tl.static_range(0, WIDTH, COLUMNS):
