@@ -8,23 +8,30 @@ lengths and sampling state are the device's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from services.target.device_flight import DecodeFlight, Held, PrefillFlight
 from services.target.device_masks import step_masks
-from services.target.device_readback import FeatureReadback, ScoreReadback, StepReadback
+from services.target.device_readback import (
+    FeatureReadback,
+    ProposalReadback,
+    ScoreReadback,
+    StampReadback,
+    StepReadback,
+)
 from services.target.device_slots import DeviceSlots, SamplerClass
 from services.target.device_step import DeviceStep
-from services.target.grammar import Matcher, Vocabulary, admitted
+from services.target.grammar import Vocabulary, admitted
 from services.target.kv_cache import KVCache, flat_slots
 from services.target.prefill import PrefillAttention
 from services.target.runner import (
     DecodeEntry,
     EntryResult,
     FeatureSpan,
-    Finish,
+    Link,
     PrefillEntry,
     SlotAdmit,
     TargetSpec,
@@ -32,49 +39,8 @@ from services.target.runner import (
 from services.target.step_input import TABLE_UPDATES, TableUpdate
 from slipstream.params import SamplingParams
 
-
-@dataclass(slots=True)
-class _Held:
-    """A slot's request on the host.
-
-    `ids` are the tokens known at admission; `pages` is its block table as the last call gave it, of
-    which the device has the first `uploaded`; the tokens before `scored` are wanted with their
-    `prompt_logprobs` best.
-    """
-
-    ids: Sequence[int]
-    logprobs: int | None
-    only_scored: bool
-    scored: int
-    prompt_logprobs: int
-    matcher: Matcher | None
-    pages: Sequence[int] = ()
-    uploaded: int = 0
-    feature_rows: int = 0
-
-    @classmethod
-    def of(cls, admit: SlotAdmit, matcher: Matcher | None) -> _Held:
-        return cls(
-            [*admit.prompt_ids, *admit.output_ids],
-            admit.logprobs,
-            admit.only_scored,
-            0 if admit.prompt_logprobs is None else len(admit.prompt_ids),
-            admit.prompt_logprobs or 0,
-            matcher,
-        )
-
-    def scores(self, entry: PrefillEntry) -> int:
-        """How many rows of a chunk score a token, from its first on."""
-        return max(0, min(entry.count, self.scored - 1 - entry.first))
-
-    def took(self, result: EntryResult) -> EntryResult:
-        """The result of a draw; where the grammar left nothing to draw, it says so."""
-        if self.matcher is None:
-            return result
-        if not result.tokens and result.finish is Finish.NONE:
-            return replace(result, finish=Finish.ERROR)
-        self.matcher.advance(result.tokens)
-        return result
+if TYPE_CHECKING:
+    from slipstream.handoff.cuda_ipc import Export
 
 
 class DeviceRunner:
@@ -88,17 +54,21 @@ class DeviceRunner:
         cache: KVCache,
         prefill: PrefillAttention | None,
         vocabulary: Vocabulary | None = None,
+        shared: Export | None = None,
     ) -> None:
         """`prefill`: attention of prefill steps that are not recorded; None: the step's own.
 
-        `vocabulary` is there where `spec` says grammars.
+        `vocabulary` is there where `spec` says grammars; `shared`: what a draft may map.
         """
         self.spec = spec
         self._step, self._slots, self._cache, self._prefill = step, slots, cache, prefill
         self._vocabulary = vocabulary
         self._pool = vocabulary.pool() if vocabulary is not None else None
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Held] = {}
+        self.shared = shared
         self._results = StepReadback(step.walks, step.draws, step.device)
+        self._stamps = StampReadback(step.stamps, step.device)
+        self._proposals = ProposalReadback(step.trees, step.device)
         self._scores = ScoreReadback(step.scores, step.device)
         self._features = FeatureReadback(cache, spec.max_prefill_rows, step.device)
 
@@ -136,7 +106,7 @@ class DeviceRunner:
         matcher = admitted(self._vocabulary, admit)
         with self._step.graphs.on_stream():
             self._slots.admit(slot, admit)
-        self._held[slot] = _Held.of(admit, matcher)
+        self._held[slot] = Held.of(admit, matcher)
 
     def release(self, slot: int) -> None:
         del self._held[slot]
@@ -147,47 +117,61 @@ class DeviceRunner:
             rows = int(self._slots.start[slot])
         return rows, self._held[slot].feature_rows if self.spec.feature_width else rows
 
-    @torch.inference_mode()
     def prefill(self, entries: Sequence[PrefillEntry]) -> list[EntryResult]:
+        return list(self.start_prefill(entries, None).results())
+
+    def decode(self, entries: Sequence[DecodeEntry]) -> list[EntryResult]:
+        return list(self.start_decode(entries, None).results())
+
+    @torch.inference_mode()
+    def start_prefill(self, entries: Sequence[PrefillEntry], link: Link | None) -> PrefillFlight:
         step = self._step
         held = [self._held[entry.slot] for entry in entries]
         scored = [h.scores(entry) for h, entry in zip(held, entries, strict=True)]
+        rows = sum(entry.count for entry in entries)
+        over = [entry.last and h.only_scored for entry, h in zip(entries, held, strict=True)]
+        lasts = [i for i, entry in enumerate(entries) if entry.last and not over[i]]
+        firsts = scores = None
         with step.graphs.on_stream():
-            known = [self._held[e.slot].ids[e.first : e.first + e.count] for e in entries]
-            step.input.send_prefill(
-                [e.slot for e in entries],
-                [e.first for e in entries],
-                [e.count for e in entries],
-                [token for ids in known for token in ids],
-                self._new_pages(entries),
-                _scored_rows(entries, held, scored) if any(scored) else (),
-            )
-            rows = sum(entry.count for entry in entries)
+            self._send_prefill(entries, held, scored)
+            step.link.send(link)
+            _await(link)
             attend = None
             if self._prefill is not None and rows > step.sizes.recorded_prefill_rows:
                 attend = self._prefill.plan(entries, step.prefill_bucket(rows))
             step.prefill(rows, attend)
+            step.graphs.rejoin()  # what the step before had for the host is about to be overwritten
             if any(scored):
                 step.score(rows)
-                self._scores.start(rows)
-            over = [entry.last and h.only_scored for entry, h in zip(entries, held, strict=True)]
-            results = [EntryResult(finish=Finish.LIMIT if end else Finish.NONE) for end in over]
-            lasts = [i for i, entry in enumerate(entries) if entry.last and not over[i]]
             if lasts:
-                for index, result in zip(lasts, self._first_tokens(entries, lasts), strict=True):
-                    results[index] = result
-        first = 0
-        for index, (entry, h) in enumerate(zip(entries, held, strict=True)):
-            h.feature_rows = entry.first + entry.count
-            if scored[index]:
-                scores = self._scores.read(first, scored[index], h.prompt_logprobs)
-                results[index] = replace(results[index], prompt_logprobs=scores)
-            first += entry.count
-        return results
+                self._draw_firsts(entries, lasts)
+            step.publish()
+            if link is not None:
+                link.end.publish(link.step)
+            with step.graphs.off_stream():
+                if any(scored):
+                    scores = self._scores.start(rows)
+                if lasts:
+                    firsts = self._results.start(
+                        [1] * len(lasts), [held[i].logprobs for i in lasts]
+                    )
+                stamps = self._stamps.start()
+        return PrefillFlight(entries, held, scored, over, lasts, firsts, scores, stamps)
 
-    def _first_tokens(
-        self, entries: Sequence[PrefillEntry], lasts: Sequence[int]
-    ) -> list[EntryResult]:
+    def _send_prefill(
+        self, entries: Sequence[PrefillEntry], held: Sequence[Held], scored: Sequence[int]
+    ) -> None:
+        known = [h.ids[e.first : e.first + e.count] for h, e in zip(held, entries, strict=True)]
+        self._step.input.send_prefill(
+            [e.slot for e in entries],
+            [e.first for e in entries],
+            [e.count for e in entries],
+            [token for ids in known for token in ids],
+            self._new_pages(entries),
+            _scored_rows(entries, held, scored) if any(scored) else (),
+        )
+
+    def _draw_firsts(self, entries: Sequence[PrefillEntry], lasts: Sequence[int]) -> None:
         """Draws the token after each of the entries `lasts`."""
         ends = np.cumsum([entry.count for entry in entries])
         part = [entries[index] for index in lasts]
@@ -200,31 +184,63 @@ class DeviceRunner:
         if masks:
             self._step.masks.send(masks, len(part))
         self._step.first(len(part), self._kind([e.slot for e in part], starts))
-        results = self._results.read([1] * len(part), [h.logprobs for h in held])
-        found = [EntryResult(r.tokens, r.finish, r.logprobs) for r in results]
-        return [h.took(result) for h, result in zip(held, found, strict=True)]
 
     @torch.inference_mode()
-    def decode(self, entries: Sequence[DecodeEntry]) -> list[EntryResult]:
-        step, results = self._step, list[EntryResult]()
+    def start_decode(self, entries: Sequence[DecodeEntry], link: Link | None) -> DecodeFlight:
+        step, parts, copies = self._step, list(_parts(entries, self._step.sizes.decode_rows)), []
+        held = [self._held[entry.slot] for entry in entries]
         with step.graphs.on_stream():
-            for part in _parts(entries, step.sizes.decode_rows):
-                rows = [entry.rows for entry in part]
-                held = [self._held[entry.slot] for entry in part]
+            if not parts:
+                step.link.send(link)
+                _await(link)
+                step.graphs.rejoin()
+                step.publish()
+            first = 0
+            for part in parts:
+                own = held[first : first + len(part)]
                 step.input.send_decode(part, self._new_pages(part))
-                tree = not all(_is_chain(entry) for entry in part)
-                kind = self._kind([e.slot for e in part], [e.start for e in part])
-                step.verify(sum(rows), tree)
-                matchers = [h.matcher for h in held]
-                if any(matchers):
-                    masks = step_masks(part, matchers, self.spec.vocab_size, self._pool)
-                    step.masks.send(masks, sum(rows))
-                step.finish(sum(rows), tree, kind)
-                found = self._results.read(rows, [h.logprobs for h in held])
-                results += [h.took(result) for h, result in zip(held, found, strict=True)]
-        for entry, result in zip(entries, results, strict=True):
-            self._held[entry.slot].feature_rows = entry.start + len(result.tokens)
-        return results
+                step.link.send(link, first, last=part is parts[-1])
+                if first == 0:
+                    _await(link)
+                self._run_part(part, own)
+                if part is parts[-1] and link is not None:
+                    link.end.publish(link.step)
+                with step.graphs.off_stream():
+                    rows = [entry.rows for entry in part]
+                    copies.append(self._results.start(rows, [h.logprobs for h in own]))
+                first += len(part)
+            if not parts and link is not None:
+                link.end.publish(link.step)
+            with step.graphs.off_stream():
+                stamps = self._stamps.start()
+        return DecodeFlight(entries, held, copies, stamps)
+
+    def _run_part(self, part: Sequence[DecodeEntry], held: Sequence[Held]) -> None:
+        step, rows = self._step, sum(entry.rows for entry in part)
+        tree = any(entry.branches for entry in part if entry.linked) or not all(
+            _is_chain(entry) for entry in part
+        )
+        kind = self._kind([e.slot for e in part], [e.start for e in part])
+        matchers = [h.matcher for h in held]
+        matched = any(matcher is not None for matcher in matchers)
+        step.intake(rows, tree)
+        if matched and any(entry.linked for entry in part):
+            with step.graphs.off_stream():
+                self._proposals.start(rows, len(part))
+        step.forward(rows, tree)
+        if matched:
+            part = self._proposals.read(part)
+            step.masks.send(step_masks(part, matchers, self.spec.vocab_size, self._pool), rows)
+        step.graphs.rejoin()
+        step.finish(rows, tree, kind)
+
+    def rewind(self, slot: int, rows: int) -> None:
+        with self._step.graphs.on_stream():
+            self._slots.rewind(slot, rows)
+
+    def rewind_all(self) -> None:
+        with self._step.graphs.on_stream():
+            self._slots.rewind_all()
 
     def features(self, spans: Sequence[FeatureSpan]) -> memoryview:
         index: list[int] = []
@@ -260,8 +276,18 @@ class DeviceRunner:
         return updates
 
 
+def _await(link: Link | None) -> None:
+    """The stream waits for what the step needs of the draft."""
+    if link is None:
+        return
+    if link.awaits:
+        link.end.await_proposal(link.step)
+    else:
+        link.end.await_room(link.step)
+
+
 def _scored_rows(
-    entries: Sequence[PrefillEntry], held: Sequence[_Held], scored: Sequence[int]
+    entries: Sequence[PrefillEntry], held: Sequence[Held], scored: Sequence[int]
 ) -> list[tuple[int, int]]:
     """Of each row of a prefill, the token that it scores and how many best ones are wanted."""
     rows: list[tuple[int, int]] = []

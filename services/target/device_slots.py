@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +22,8 @@ SamplerClass: TypeAlias = Literal["greedy", "full"]
 
 I32: TypeAlias = npt.NDArray[np.int32]
 
-_RING = 3
-"""Admissions whose copies may be in flight."""
+_TABLES = 8
+"""Admissions with tables of the vocabulary's size whose copies may be in flight."""
 
 _HEAD = ("start", "anchor", "limit", "finished")
 
@@ -33,6 +33,7 @@ class DeviceSlots:
 
     Attributes:
         state: what kernels read and write.
+        cursor: (slots,) int32, feature rows that the session's draft was given.
         max_logprobs: most best tokens that a request may want.
     """
 
@@ -44,10 +45,13 @@ class DeviceSlots:
         device: torch.device | str = "cpu",
     ) -> None:
         self.state = SlotState.allocate(slots, vocab_size, device)
+        self.cursor = torch.zeros(slots, dtype=torch.int32, device=device)
         self.max_logprobs = max_logprobs
         self._vocab_size = vocab_size
-        self._ring = [_Staging(vocab_size, torch.device(device)) for _ in range(_RING)]
-        self._next = 0
+        place = torch.device(device)
+        # Every slot may be admitted while the stream waits for a draft, which must hold nothing up.
+        self._words = _Ring([_Words(vocab_size, place) for _ in range(slots + 1)])
+        self._tables = _Ring([_Tables(vocab_size, place) for _ in range(_TABLES)])
         self._drawn: dict[int, _Drawn] = {}
 
     @property
@@ -56,41 +60,55 @@ class DeviceSlots:
         return self.state.start
 
     def admit(self, slot: int, admit: SlotAdmit) -> None:
-        """Writes the slot's state, in order with the current stream; nothing is waited for.
+        """Writes the slot's state, in order with the current stream.
 
-        `start` becomes 0, the anchor the last known token. Only copies are made, no kernel is
-        launched, and tables that the request does not use are left alone. Raises ValueError when
-        more than `max_logprobs` best tokens are wanted.
+        `start` and the cursor become 0, the anchor the last known token. Only copies are made, no
+        kernel is launched, and tables that the request does not use are left alone. Nothing is
+        waited for but, where the few tables that few requests need are used, the copies of the
+        eighth admission before that used some. Raises ValueError when more than `max_logprobs` best
+        tokens are wanted.
         """
         if admit.logprobs is not None and admit.logprobs > self.max_logprobs:
             raise ValueError(f"logprobs {admit.logprobs} is above {self.max_logprobs}")
-        params = admit.sampling
-        staging = self._ring[self._next]
-        self._next = (self._next + 1) % _RING
-        staging.wait()
         known = [*admit.prompt_ids[-1:], *admit.output_ids[-1:]]
-        staging.head[:] = (0, known[-1] if known else 0, admit.limit, 0)
-        staging.words[:] = _words(admit)
+        words = self._words.take()
+        words.head[:] = (0, known[-1] if known else 0, admit.limit, 0, 0)
+        words.words[:] = _words(admit)
         for index, name in enumerate(_HEAD):
             place: Tensor = getattr(self.state, name)
-            place[slot : slot + 1].copy_(staging.pinned_head[index : index + 1], non_blocking=True)
-        staging.send("words", self.state.words[slot])
+            words.send(words.pinned_head[index : index + 1], place[slot : slot + 1])
+        words.send(words.pinned_head[len(_HEAD) :], self.cursor[slot : slot + 1])
+        words.send(words.pinned_words, self.state.words[slot])
         if admit.stop_ids:
-            _set_bits(staging.stop_bits, admit.stop_ids, self._vocab_size)
-            staging.send("stop_bits", self.state.stop_bits[slot])
-        if params.penalised:
-            _set_bits(staging.prompt_bits, admit.prompt_ids, self._vocab_size)
-            staging.send("prompt_bits", self.state.prompt_bits[slot])
-            output = np.asarray(admit.output_ids, np.int64)
-            staging.counts[:] = np.bincount(output, minlength=self._vocab_size)
-            staging.send("counts", self.state.counts[slot])
-        if params.biased:
-            staging.bias[:] = 0
-            staging.bias[list(params.logit_bias)] = list(params.logit_bias.values())
-            staging.bias[list(params.banned_ids)] = -np.inf
-            staging.send("bias", self.state.bias[slot])
-        staging.sent()
+            _set_bits(words.stop_bits, admit.stop_ids, self._vocab_size)
+            words.send(words.pinned_bits, self.state.stop_bits[slot])
+        words.sent()
+        if admit.sampling.penalised or admit.sampling.biased:
+            self._send_tables(slot, admit)
         self._drawn[slot] = _Drawn.of(admit)
+
+    def _send_tables(self, slot: int, admit: SlotAdmit) -> None:
+        params, tables = admit.sampling, self._tables.take()
+        if params.penalised:
+            _set_bits(tables.prompt_bits, admit.prompt_ids, self._vocab_size)
+            tables.send("prompt_bits", self.state.prompt_bits[slot])
+            output = np.asarray(admit.output_ids, np.int64)
+            tables.counts[:] = np.bincount(output, minlength=self._vocab_size)
+            tables.send("counts", self.state.counts[slot])
+        if params.biased:
+            tables.bias[:] = 0
+            tables.bias[list(params.logit_bias)] = list(params.logit_bias.values())
+            tables.bias[list(params.banned_ids)] = -np.inf
+            tables.send("bias", self.state.bias[slot])
+        tables.sent()
+
+    def rewind(self, slot: int, rows: int) -> None:
+        """Sets the slot's cursor, in order with the current stream."""
+        self.cursor[slot : slot + 1].fill_(rows)
+
+    def rewind_all(self) -> None:
+        """A new session begins: its draft was given nothing."""
+        self.cursor.zero_()
 
     def release(self, slot: int) -> None:
         """Forgets the slot's request; what the device holds of it is overwritten by the next."""
@@ -120,42 +138,73 @@ class _Drawn:
         )
 
 
-class _Staging:
-    """Pinned copies of one slot's rows, and the end of the last transfer from them."""
+class _Transfer:
+    """Pinned buffers, and the end of the last transfer from them."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        cuda = device.type == "cuda"
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._event = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
 
-        def pinned(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.zeros(count, dtype=dtype, pin_memory=cuda)
-
-        bitmap = -(-vocab_size // 32)
-        self.pinned_head = pinned(len(_HEAD))
-        self._pinned = {
-            "words": pinned(WORDS),
-            "stop_bits": pinned(bitmap),
-            "prompt_bits": pinned(bitmap),
-            "counts": pinned(vocab_size),
-            "bias": pinned(vocab_size, torch.float32),
-        }
-        self.head: I32 = self.pinned_head.numpy()
-        self.words: I32 = self._pinned["words"].numpy()
-        self.stop_bits: I32 = self._pinned["stop_bits"].numpy()
-        self.prompt_bits: I32 = self._pinned["prompt_bits"].numpy()
-        self.counts: I32 = self._pinned["counts"].numpy()
-        self.bias: npt.NDArray[np.float32] = self._pinned["bias"].numpy()
-        self._event = torch.cuda.Event() if cuda else None  # type: ignore[no-untyped-call]
-
-    def send(self, name: str, place: Tensor) -> None:
-        place.copy_(self._pinned[name], non_blocking=True)
+    def pinned(self, count: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(count, dtype=dtype, pin_memory=self._cuda)
 
     def sent(self) -> None:
         if self._event is not None:
             self._event.record()
 
     def wait(self) -> None:
-        if self._event is not None:
+        if self._event is not None and not self._event.query():  # type: ignore[no-untyped-call]
             self._event.synchronize()
+
+
+class _Words(_Transfer):
+    """What every slot has: its numbers and its stop ids."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        super().__init__(device)
+        self.pinned_head, self.pinned_words = self.pinned(len(_HEAD) + 1), self.pinned(WORDS)
+        self.pinned_bits = self.pinned(-(-vocab_size // 32))
+        self.head: I32 = self.pinned_head.numpy()
+        self.words: I32 = self.pinned_words.numpy()
+        self.stop_bits: I32 = self.pinned_bits.numpy()
+
+    def send(self, source: Tensor, place: Tensor) -> None:
+        place.copy_(source, non_blocking=True)
+
+
+class _Tables(_Transfer):
+    """Tables over the vocabulary that few slots have."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        super().__init__(device)
+        self._pinned = {
+            "prompt_bits": self.pinned(-(-vocab_size // 32)),
+            "counts": self.pinned(vocab_size),
+            "bias": self.pinned(vocab_size, torch.float32),
+        }
+        self.prompt_bits: I32 = self._pinned["prompt_bits"].numpy()
+        self.counts: I32 = self._pinned["counts"].numpy()
+        self.bias: npt.NDArray[np.float32] = self._pinned["bias"].numpy()
+
+    def send(self, name: str, place: Tensor) -> None:
+        place.copy_(self._pinned[name], non_blocking=True)
+
+
+T = TypeVar("T", bound=_Transfer)
+
+
+class _Ring(Generic[T]):
+    """Buffers that are handed out in turn, each once its last transfer has ended."""
+
+    def __init__(self, buffers: Sequence[T]) -> None:
+        self._buffers = buffers
+        self._next = 0
+
+    def take(self) -> T:
+        taken = self._buffers[self._next]
+        self._next = (self._next + 1) % len(self._buffers)
+        taken.wait()
+        return taken
 
 
 def _min_until(admit: SlotAdmit) -> int:

@@ -19,10 +19,12 @@ from torch import Tensor
 from services.target.device_masks import HostMasks
 from services.target.device_slots import DeviceSlots, SamplerClass
 from services.target.kv_cache import KVCache
+from services.target.link_input import LinkInput, Shared, rings_of
 from services.target.step_input import StepInput
 from slipstream.kernels.attention import TritonAttention
 from slipstream.kernels.commit import move_kv, norm_scatter
 from slipstream.kernels.draw import Draws, DrawScratch, draw_full, draw_greedy
+from slipstream.kernels.handoff import STAMPS, mark, publish_context, take_proposal
 from slipstream.kernels.intake import (
     StepPlan,
     TreeRows,
@@ -46,6 +48,7 @@ LOGIT_BYTES = 512 << 20
 """Most memory of logits: the rows of a step are drawn in slices of so much."""
 
 CLASSES: tuple[SamplerClass, ...] = ("greedy", "full")
+
 
 Attend = Callable[[int, Tensor], Tensor]
 Progress = Callable[[int, int], None]
@@ -78,7 +81,9 @@ class DeviceStep:
     Attributes:
         input: what the host says of a step; sent before the work is run.
         rows, trees: of the running step.
+        link: what the host says of its draft; sent before the work is run.
         draws, walks: what came of it.
+        stamps: (STAMPS,) int64, when it happened; see `slipstream.kernels.handoff`.
         masks: what grammars allow at its rows.
         scores: log-probabilities of prompt tokens, by row of a prefill step.
         hidden: (R, H) after the final norm.
@@ -98,10 +103,13 @@ class DeviceStep:
         attention: str,
         graphs: Graphs,
         grammars: bool = False,
+        most_commits: int = MAX_NODES,
+        shared: Shared | None = None,
     ) -> None:
         """`max_pages`: of one slot. `attention`: the backend of verify and decode.
 
-        `grammars`: there is room for masks.
+        `grammars`: there is room for masks. `most_commits`: tokens that a slot commits in a step at
+        most. `shared`: the memory that a draft may map, with the features of `cache`.
         """
         self.device, self.graphs, self.sizes = graphs.device, graphs, sizes
         self._model, self._projector = model, projector
@@ -110,8 +118,11 @@ class DeviceStep:
         config, device = model.config, self.device
         count, dtype = len(slots.start), model.vocabulary.embedding.dtype
         entries = min(count, sizes.rows)
-        tables = torch.zeros(count, max_pages, dtype=torch.int32, device=device)
+        tables, self._rings = rings_of(shared, count, max_pages, device)
         self.input = StepInput(sizes.rows, entries, device)
+        self.link = LinkInput(count, device)
+        self.stamps = torch.zeros(STAMPS, dtype=torch.int64, device=device)
+        self._most_commits = most_commits
         self.rows = DeviceRows.allocate(sizes.rows, entries, tables, device, MAX_NODES // WORD)
         self.trees = TreeRows.allocate(sizes.rows, entries, device)
         drawn = max(sizes.decode_rows, entries)  # first tokens are a row for each entry
@@ -161,7 +172,10 @@ class DeviceStep:
 
     def _pieces(self) -> dict[tuple[object, ...], Work]:
         """All that is recorded, the largest first: they need the most memory."""
-        pieces: dict[tuple[object, ...], Work] = {("tables",): self._update_tables}
+        pieces: dict[tuple[object, ...], Work] = {
+            ("tables",): self._update_tables,
+            ("publish",): self._publish,
+        }
         for size in reversed(self.decode_buckets):
             for tree in (False, True):
                 pieces["intake", size, tree] = partial(self._intake, size, tree)
@@ -180,14 +194,16 @@ class DeviceStep:
 
     # What the runner calls, the input having been sent
 
-    def verify(self, rows: int, tree: bool) -> None:
-        """Intake and forward of the decode step in the input, which has `rows` rows."""
-        size = bucket_of(self.decode_buckets, rows)
-        self._work["intake", size, tree]()
-        self._work["forward", size, tree]()
+    def intake(self, rows: int, tree: bool) -> None:
+        """Takes in the decode step in the input, which has `rows` rows."""
+        self._work["intake", bucket_of(self.decode_buckets, rows), tree]()
+
+    def forward(self, rows: int, tree: bool) -> None:
+        """Runs the model over what `intake` took in."""
+        self._work["forward", bucket_of(self.decode_buckets, rows), tree]()
 
     def finish(self, rows: int, tree: bool, kind: SamplerClass) -> None:
-        """Draws, walks and commits what `verify` ran; reads `masks` where a slot has a grammar."""
+        """Draws, walks and commits what `forward` ran; reads `masks` where a slot has a grammar."""
         self._work["finish", bucket_of(self.decode_buckets, rows), tree, kind]()
 
     def prefill_bucket(self, rows: int) -> int:
@@ -221,6 +237,10 @@ class DeviceStep:
         """Draws the first tokens of the input's entries from `hidden`."""
         self._work["first", bucket_of(self.first_buckets, entries), kind]()
 
+    def publish(self) -> None:
+        """Publishes the context of a step that `finish` does not end."""
+        self._work["publish",]()
+
     def update_tables(self) -> None:
         """Takes the input's pages alone."""
         self._work["tables",]()
@@ -241,11 +261,24 @@ class DeviceStep:
     def _update_tables(self) -> None:
         update_tables(self.rows.tables, self.input.updates, self.input.update_count)
 
+    def _take(self, plan: StepPlan) -> None:
+        take_proposal(
+            self.link.link, self._rings, plan.counts, plan.offsets, plan.proposal_counts,
+            plan.proposal_tokens, plan.proposal_parents, self.stamps,
+        )  # fmt: skip
+
+    def _publish(self) -> None:
+        state = self._slots.state
+        publish_context(
+            self.link.link, self._rings, state.start, state.anchor, self._slots.cursor, self.stamps
+        )
+
     def _intake(self, size: int, tree: bool) -> None:
         self._update_tables()
-        state = self._slots.state
+        state, plan = self._slots.state, self._plan(size)
+        self._take(plan)
         prepare_rows(
-            self._plan(size),
+            plan,
             state.start,
             state.anchor,
             self.rows.first(size),
@@ -257,6 +290,7 @@ class DeviceStep:
 
     def _known(self, size: int) -> None:
         self._update_tables()
+        mark(self.link.link, self.stamps)
         entries = min(size, self.rows.most_entries)
         rows = self.rows.first(size)
         prepare_prefill(
@@ -298,6 +332,7 @@ class DeviceStep:
             move_kv(self._cache.kv, rows, self.walks.first(size))
         if self._projector is not None:
             self._project(size, self.walks.row_dest[:size])
+        self._publish()
 
     def _first(self, size: int, kind: SamplerClass) -> None:
         host, rows, trees = self.input, self.rows.first(size), self._first_trees.first(size)
@@ -330,7 +365,7 @@ class DeviceStep:
     def _walk(self, rows: DeviceRows, trees: TreeRows, kind: SamplerClass) -> None:
         walk(
             rows, trees, self.draws.tokens, self._slots.state, self.walks.first(rows.capacity),
-            full=kind == "full",
+            full=kind == "full", most_commits=self._most_commits,
         )  # fmt: skip
 
     def _store_features(self, size: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -29,9 +30,10 @@ from services.target.commands import (
 from services.target.runner import TargetRunner, TargetSpec
 from services.target.session import Connector, Sessions
 from services.target.slots import Refused, Slot, SlotTable
-from services.target.steps import Steps
+from services.target.steps import Begun, Steps, run_ahead
+from services.target.waiter import Waiter
 from slipstream.errors import InvalidRequest, SlipstreamError
-from slipstream.handoff.base import PeerSpec, TargetEnd
+from slipstream.handoff.base import DeviceTargetEnd, PeerSpec, TargetEnd
 from slipstream.v1 import common_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,14 @@ class _Close:
 @dataclass(frozen=True, slots=True)
 class _Connected:
     attach: Attach
-    result: TargetEnd | SlipstreamError
+    result: TargetEnd | DeviceTargetEnd | SlipstreamError
+
+
+@dataclass(frozen=True, slots=True)
+class _Through:
+    """A step's results are there; or what raised instead."""
+
+    error: BaseException | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +77,7 @@ class _Stop:
     pass
 
 
-_Item = Command | _Open | _Close | _Connected | _Drain | _Stop
+_Item = Command | _Open | _Close | _Connected | _Through | _Drain | _Stop
 
 
 class Engine:
@@ -100,6 +109,7 @@ class Engine:
         self._emit: Emit | None = None
         self._last_step = 0
         self._drained: Callable[[], None] | None = None
+        self._on_their_way: deque[Begun] = deque()
 
     def start(self) -> None:
         """Loads the runner, then takes messages."""
@@ -143,6 +153,8 @@ class Engine:
         self._slots = SlotTable(self._spec)
         self._sessions = Sessions()
         self._steps = Steps(runner, self._slots, self._sessions, self._say)
+        self._ahead = run_ahead(runner)
+        self._waiter = Waiter(lambda error: self._inbox.put(_Through(error)))
         self._loaded(self._spec)
 
     def _next(self) -> _Item:
@@ -153,7 +165,7 @@ class Engine:
                 return self._inbox.get(timeout=IDLE_S)
             except queue.Empty:
                 self._retire_lost()
-                if not checked:
+                if not checked and not self._on_their_way:
                     self.check()
                     checked = True
 
@@ -173,16 +185,21 @@ class Engine:
                     self._refuse(item, refused)
             case _Connected():
                 self._connected(item)
+            case _Through():
+                self._through(item)
             case _Open():
                 self._emit = item.emit
                 self._say(Ready(self._last_step))
             case _Close():
+                self._settle()
                 self._clear("the gateway went")
                 item.done()
             case _Drain():
                 self._drained = item.done
             case _Stop():
+                self._settle()
                 self._clear("the target stops")
+                self._waiter.stop()
                 return False
         self._finish_drain()
         return True
@@ -215,13 +232,37 @@ class Engine:
     def _plan(self, plan: Plan) -> None:
         if plan.step != self._last_step + 1:
             reason = f"step: {plan.step} does not follow {self._last_step}"
+            self._settle()
             self._say(Rejected(plan.number, pb.REJECT_CODE_STEP_ORDER, reason, step=plan.step))
             self._say(self._steps.drop(plan))
             return
         self._last_step = plan.step
         self._retire_lost()
-        self._say(self._steps.run(plan))
+        if self._on_their_way and self._steps.alone(plan):
+            self._settle()
+        begun = self._steps.begin(plan)
+        self._on_their_way.append(begun)
+        if begun.flight is None:
+            self._settle()
+        else:
+            self._waiter.follow(begun.flight)
         self._retire_lost()
+
+    def _through(self, item: _Through) -> None:
+        """Ends the steps whose results are there."""
+        if item.error is not None:
+            raise item.error
+        while self._on_their_way and self._waiter.through(self._on_their_way[0].flight):
+            self._say(self._steps.end(self._on_their_way.popleft()))
+        self._retire_lost()
+
+    def _settle(self) -> None:
+        """Ends every step that is on its way; waits for them."""
+        while self._on_their_way:
+            begun = self._on_their_way.popleft()
+            if begun.flight is not None:
+                self._waiter.wait(begun.flight)
+            self._say(self._steps.end(begun))
 
     def _admit(self, item: Admit) -> None:
         if self._drained is not None:
@@ -239,12 +280,15 @@ class Engine:
 
     def _rewind(self, item: Rewind) -> None:
         slot = self._slots.find(item.slot, item.epoch)
+        self._settle()  # the cursor is where the steps so far leave it
         if item.rows > slot.cursor:
             raise Refused(
                 pb.REJECT_CODE_LENGTH,
                 f"rows: {item.rows} is beyond the publish cursor, {slot.cursor}",
             )
         slot.cursor = item.rows
+        if self._ahead is not None:
+            self._ahead.rewind(slot.number, item.rows)
 
     def _attach(self, item: Attach) -> None:
         if self._drained is not None:
@@ -276,6 +320,7 @@ class Engine:
             item.address,
             spec,
             lambda result: self._inbox.put(_Connected(item, result)),
+            self._ahead.shared if self._ahead is not None else None,
         )
 
     def _connected(self, item: _Connected) -> None:
@@ -285,9 +330,12 @@ class Engine:
                 self._sessions.retire("could not be connected")
                 self._refuse(item.attach, Refused(pb.REJECT_CODE_PEER, str(item.result)))
         elif self._sessions.connect(session, item.result):
+            self._settle()  # of steps without it: they move no cursor of this session
             for slot in self._slots:
                 slot.cursor = 0
-            self._say(Attached(session, "grpc"))
+            if self._ahead is not None:
+                self._ahead.rewind_all()
+            self._say(Attached(session, item.result.transport))
         else:
             item.result.end("the session was given up while it was connecting")
 

@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from slipstream.grammar import Grammar
+from slipstream.handoff.base import DeviceTargetEnd
 from slipstream.params import SamplingParams
 from slipstream.tree import Tree, repair
+from slipstream.wire import MAX_NODES
+
+if TYPE_CHECKING:
+    from slipstream.handoff.cuda_ipc import Export
 
 
 class Finish(StrEnum):
@@ -40,7 +45,8 @@ class TargetSpec:
     """What TargetReady says of a target.
 
     `feature_width` 0: no draft head was given, nothing can be published. `grammars`: requests with
-    a grammar are served.
+    a grammar are served. `most_commits`: tokens that a slot may commit in one step, which is what
+    a step that is on its way may have added to it.
     """
 
     model: str
@@ -58,6 +64,7 @@ class TargetSpec:
     decode_costs: tuple[CostPoint, ...] = ()
     dtype: str = "float32"
     grammars: bool = False
+    most_commits: int = MAX_NODES
 
     @property
     def max_positions(self) -> int:
@@ -114,8 +121,12 @@ class DecodeEntry:
     """One slot of a decode step; `anchor` sits at position `start`, its KV slot.
 
     `proposed` is what a peer wrote, tokens and parents, and may be anything: the runner repairs it
-    to a tree of at most `nodes` nodes; None is plain decode. The slot's pages hold start + nodes
-    positions.
+    to a tree of at most `nodes` nodes; None is plain decode, unless what a peer wrote is `linked`:
+    it lies on the device, and branches at most where `branches` says so. The slot's pages hold
+    start + nodes positions.
+
+    A runner that runs ahead is told of `start` and `anchor` what was known when the step began:
+    start may have grown since, and nothing may depend on the anchor.
     """
 
     slot: int
@@ -124,11 +135,13 @@ class DecodeEntry:
     nodes: int
     proposed: tuple[Sequence[int], Sequence[int]] | None
     pages: Sequence[int]
+    linked: bool = False
+    branches: bool = False
 
     @property
     def rows(self) -> int:
         """Most rows of this slot in the step."""
-        return 1 if self.proposed is None else self.nodes
+        return self.nodes if self.linked or self.proposed is not None else 1
 
     def tree(self, vocab_size: int) -> Tree:
         """The tree to verify; its node 0 is the anchor."""
@@ -204,4 +217,86 @@ class TargetRunner(Protocol):
 
     def lengths(self, slot: int) -> tuple[int, int]:
         """(KV rows, feature rows) that the slot holds; feature rows = KV rows without a head."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinkEntry:
+    """One entry of a plan.
+
+    Attributes:
+        most: context rows to publish at most.
+        first_node: its first node among those of the whole plan.
+        job: its place among the entries that the runner is given; -1: it is not.
+        live: whether its rows end at an anchor after this step.
+    """
+
+    slot: int
+    epoch: int
+    most: int
+    first_node: int
+    job: int
+    live: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A step that a draft takes part in: every entry of its plan, in order.
+
+    `awaits`: whether any of them may have a proposal.
+    """
+
+    end: DeviceTargetEnd
+    step: int
+    entries: Sequence[LinkEntry]
+    awaits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stamps:
+    """When a step happened, in ns of its GPU's clock; `draft_*` of the draft's GPU, 0 without."""
+
+    began: int = 0
+    draft_began: int = 0
+    draft_ended: int = 0
+    ended: int = 0
+
+
+class Flight(Protocol):
+    """A step on its way."""
+
+    def wait(self) -> None:
+        """Until its results are on the host. Any one thread."""
+        ...
+
+    def results(self) -> Sequence[EntryResult]:
+        """One for each entry; once, in the order of steps, by the thread that started it."""
+        ...
+
+    def stamps(self) -> Stamps: ...
+
+
+class RunAheadRunner(TargetRunner, Protocol):
+    """Starts a step before the ones before it have ended; nothing of that waits for the device.
+
+    A step with a grammar is started when nothing else is on its way. `link`: what the step
+    exchanges with a draft; its entries are all those of the plan, computed or not, and `entries`
+    may be empty.
+    """
+
+    @property
+    def shared(self) -> Export | None:
+        """The memory that drafts may map; None: there is none."""
+        ...
+
+    def start_prefill(self, entries: Sequence[PrefillEntry], link: Link | None) -> Flight: ...
+
+    def start_decode(self, entries: Sequence[DecodeEntry], link: Link | None) -> Flight: ...
+
+    def rewind(self, slot: int, rows: int) -> None:
+        """Sets the publish cursor of a slot, for the steps started from now on."""
+        ...
+
+    def rewind_all(self) -> None:
+        """A new session begins: its draft was given nothing."""
         ...

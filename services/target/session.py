@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from slipstream.errors import SlipstreamError
-from slipstream.handoff.base import ContextMessage, PeerSpec, Proposal, TargetEnd
+from slipstream.handoff.base import (
+    ContextMessage,
+    DeviceTargetEnd,
+    PeerSpec,
+    Proposal,
+    TargetEnd,
+)
+
+if TYPE_CHECKING:
+    from slipstream.handoff.cuda_ipc import Export
 
 REMEMBERED = 1024
 """Retired sessions kept, so that a step in flight of one is told from a wrong number."""
@@ -23,9 +32,13 @@ class Connector(Protocol):
         first_step: int,
         address: str,
         spec: PeerSpec,
-        done: Callable[[TargetEnd | SlipstreamError], None],
+        done: Callable[[TargetEnd | DeviceTargetEnd | SlipstreamError], None],
+        export: Export | None = None,
     ) -> None:
-        """Returns at once; `done` is called once, on any thread."""
+        """Returns at once; `done` is called once, on any thread.
+
+        `export`: the memory through which messages may stay on devices.
+        """
         ...
 
 
@@ -33,7 +46,7 @@ class Connector(Protocol):
 class _Current:
     session: int
     first_step: int
-    end: TargetEnd | None = None  # None while it connects
+    end: TargetEnd | DeviceTargetEnd | None = None  # None while it connects
 
 
 class Sessions:
@@ -69,7 +82,7 @@ class Sessions:
         assert self._current is None, "two sessions at once"
         self._current = _Current(session, first_step)
 
-    def connect(self, session: int, end: TargetEnd) -> bool:
+    def connect(self, session: int, end: TargetEnd | DeviceTargetEnd) -> bool:
         """`end` is connected; False when the session was given up meanwhile."""
         if self._current is None or self._current.session != session:
             return False
@@ -94,6 +107,11 @@ class Sessions:
             return None
         return now.end.reason
 
+    def link(self) -> DeviceTargetEnd | None:
+        """The end of a connected session whose messages stay on devices."""
+        end = self._current.end if self._current is not None else None
+        return None if end is None or end.transport == "grpc" else end
+
     def await_proposal(self, step: int, shape: tuple[int, int]) -> Proposal | None:
         """The draft's trees for `step`; None once the session ended."""
         return self._end.await_proposal(step, shape)
@@ -104,5 +122,6 @@ class Sessions:
 
     @property
     def _end(self) -> TargetEnd:
-        assert self._current is not None and self._current.end is not None, "no session"
-        return self._current.end
+        end = self._current.end if self._current is not None else None
+        assert end is not None and end.transport == "grpc", "no session through the host"
+        return end

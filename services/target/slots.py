@@ -27,6 +27,9 @@ class Slot:
 
     Invariant of a live slot: committed - 1 = KV rows = feature rows = start, cursor <= start. Until
     its prefill is complete `start` counts the rows prefilled and `committed` the tokens known.
+
+    These say what is known. Steps on their way are in `planned` and `yields`: with them the slot is
+    prefilled up to row `planned`, and may have `yields` more tokens.
     """
 
     number: int
@@ -39,6 +42,18 @@ class Slot:
     live: bool = False
     finish: Finish = Finish.NONE
     cursor: int = 0  # feature rows given to the current session's draft
+    planned: int = 0
+    yields: int = 0
+
+    @property
+    def prefilled(self) -> bool:
+        """Its prefill is complete, or on its way."""
+        return self.planned >= self.admit.known_len
+
+    @property
+    def bound(self) -> int:
+        """Rows that it has at most once all steps on their way have ended."""
+        return min(max(self.start, self.planned) + self.yields, self.admit.limit)
 
     @property
     def finished(self) -> bool:
@@ -104,6 +119,11 @@ class SlotTable:
                 f"epoch: {epoch} is not that of slot {number}, {slot.epoch}",
             )
         return slot
+
+    def has_grammar(self, number: int) -> bool:
+        """Whether the request in a slot, if there is one, has a grammar."""
+        slot = self._slots[number] if number < len(self._slots) else None
+        return slot is not None and slot.admit.grammar is not None
 
     def admit(self, number: int, epoch: int, request: SlotAdmit) -> None:
         """Occupies a slot; holds no pages yet. Raises Refused."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from services.target.runner import DecodeEntry
+from slipstream.handoff.layout import RING
 from slipstream.layers.staging import Upload, packed
 
 TABLE_UPDATES = 1024
@@ -53,7 +54,7 @@ class StepInput:
             }
         )
         self._spans = spans
-        self._upload = Upload((size,), torch.int32, device)
+        self._upload = Upload((size,), torch.int32, device, RING)
         device_side = self._upload.device
         self.counts = device_side[spans["counts"]]
         self.slots = device_side[spans["slots"]]

@@ -12,7 +12,7 @@ another step, which counts as nothing. That step, and every later one of the ses
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,7 @@ class TargetEnd(Protocol):
     """The target's side of one session."""
 
     session: int
+    transport: Literal["grpc"]
 
     @property
     def alive(self) -> bool:
@@ -110,6 +111,7 @@ class DraftEnd(Protocol):
     """The draft's side of one session."""
 
     session: int
+    transport: Literal["grpc"]
 
     @property
     def alive(self) -> bool: ...
@@ -138,6 +140,7 @@ class DeviceTargetEnd(Protocol):
     """
 
     session: int
+    transport: Literal["cuda_ipc"]
     which: int
     """The set of rings and flags."""
 
@@ -160,14 +163,18 @@ class DeviceTargetEnd(Protocol):
         ...
 
     def passed(self, step: int, waited_ns: int) -> None:
-        """The results of `step` are on the host; its stream waited so long for the draft.
+        """The results of `step` are on the host; its stream waited so long for the proposal.
 
-        Any thread; every step with `await_proposal`, in order. The watchdog lives on it.
+        Any thread; every step with one of the operations above, in order, also when the session
+        ended meanwhile. The watchdog lives on it, and the release of waits goes on until the last.
         """
         ...
 
     def end(self, reason: str) -> None:
-        """Tells the peer that every later step is empty, and releases every wait. Idempotent."""
+        """Tells the peer that every later step is empty, and releases every wait. Idempotent.
+
+        The engine's thread; to be called also when the session ended for another reason.
+        """
         ...
 
 
@@ -175,6 +182,7 @@ class DeviceDraftEnd(Protocol):
     """The draft's side of one session whose messages stay on GPUs; see `DeviceTargetEnd`."""
 
     session: int
+    transport: Literal["cuda_ipc"]
     which: int
 
     @property
@@ -196,7 +204,7 @@ class DeviceDraftEnd(Protocol):
         ...
 
     def planned(self, step: int) -> None:
-        """The host says that everything of `step` is on the stream."""
+        """The host says that everything of `step` is on the stream; also when not alive."""
         ...
 
     def passed(self, step: int) -> None:
@@ -204,5 +212,12 @@ class DeviceDraftEnd(Protocol):
         ...
 
     def end(self, reason: str) -> None:
-        """Tells the peer that every later step is empty, and releases every wait. Idempotent."""
+        """Tells the peer that every later step is empty, and releases every wait. Idempotent.
+
+        The engine's thread; to be called also when the session ended for another reason.
+        """
+        ...
+
+    def close(self) -> None:
+        """Gives the set back: once, after `end`, when the stream is idle; the engine's thread."""
         ...

@@ -24,7 +24,9 @@ def row_bytes(spec: PeerSpec) -> int:
     return spec.feature_width * ITEM_SIZE[DTYPES[spec.feature_dtype]]
 
 
-def hello_frame(session: int, first_step: int, spec: PeerSpec) -> handoff_pb2.TargetFrame:
+def hello_frame(
+    session: int, first_step: int, spec: PeerSpec, offer: handoff_pb2.DeviceOffer | None = None
+) -> handoff_pb2.TargetFrame:
     hello = handoff_pb2.PeerHello(
         protocol=PROTOCOL,
         session=session,
@@ -34,6 +36,7 @@ def hello_frame(session: int, first_step: int, spec: PeerSpec) -> handoff_pb2.Ta
         vocab_size=spec.vocab_size,
         slots=spec.slots,
         fingerprints=common_pb2.Fingerprints(**spec.fingerprints),
+        device=offer,
     )
     return handoff_pb2.TargetFrame(hello=hello)
 

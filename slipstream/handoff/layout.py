@@ -38,7 +38,7 @@ class Flag(IntEnum):
     PROPOSAL = 1  # last step whose proposal is published; the draft's stream
     CONSUMED = 2  # last step whose context was taken; the draft's stream
     PLANNED = 3  # last step that the draft has enqueued; its host
-    DRAFT_BEAT = 4  # counts while the draft's process runs; its host
+    DRAFT_BEAT = 4  # counts while the draft's process runs, RELEASED when it left the set; its host
     TARGET_BEAT = 5  # the same of the target
 
 

@@ -28,6 +28,7 @@ from slipstream.kernels.slot_state import (
     SlotState,
 )
 from slipstream.layers.device_rows import DeviceRows
+from slipstream.wire import MAX_NODES
 
 FINISH_NONE = 0
 FINISH_STOP = 1
@@ -88,6 +89,7 @@ def walk(
     walks: Walks,
     *,
     full: bool = True,
+    most_commits: int = MAX_NODES,
 ) -> None:
     """Walks every entry's tree and commits tokens to its slot.
 
@@ -100,6 +102,7 @@ def walk(
             node before, and an entry whose root it is commits nothing.
         walks: may be made for more rows and entries than `rows`.
         full: False when no slot of the step has penalties.
+        most_commits: tokens that an entry commits at most; its walk ends there.
     """
     most = walks.path.shape[1]
     block = triton.next_power_of_2(min(most, rows.capacity))
@@ -129,6 +132,7 @@ def walk(
         BITMAP=state.stop_bits.shape[1],
         MOST=most,
         FULL=full,
+        CAP=most_commits,
         N=block,
         ROUNDS=max(1, (block - 1).bit_length()),
         TAIL=_TAIL,
@@ -180,6 +184,7 @@ def _walk(
     BITMAP: tl.constexpr,
     MOST: tl.constexpr,
     FULL: tl.constexpr,
+    CAP: tl.constexpr,
     N: tl.constexpr,
     ROUNDS: tl.constexpr,
     TAIL: tl.constexpr,
@@ -203,7 +208,7 @@ def _walk(
 
     on_path, drawn = _on_path(ids, parents, tokens, base, used, N, ROUNDS)
     rank = tl.cumsum(on_path, 0) - 1
-    walked = tl.sum(on_path, 0)
+    walked = tl.minimum(tl.sum(on_path, 0), CAP)
     over = tl.load(finished + slot) != 0
     room = tl.maximum(tl.load(limit + slot) - (first + 1), 0)
     room = tl.where(over, 0, room)

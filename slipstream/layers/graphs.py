@@ -27,6 +27,7 @@ class Graphs:
 
     Attributes:
         stream: what `on_stream` makes current; None on a CPU.
+        results: a stream for copies to the host, which then hold nothing up; None on a CPU.
         captured: graphs made so far.
     """
 
@@ -35,6 +36,7 @@ class Graphs:
         self.enabled = enabled and device.type == "cuda"
         cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        self.results = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
         self.captured = 0
         self._pool = torch.cuda.graph_pool_handle() if self.enabled else None
 
@@ -46,6 +48,24 @@ class Graphs:
             return
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             yield
+
+    @contextmanager
+    def off_stream(self) -> Iterator[None]:
+        """Makes `results` current; what is put there comes after what `stream` has so far.
+
+        What is put on `stream` later does not wait for it: see `rejoin`.
+        """
+        if self.stream is None or self.results is None:
+            yield
+            return
+        self.results.wait_stream(self.stream)
+        with torch.cuda.device(self.device), torch.cuda.stream(self.results):
+            yield
+
+    def rejoin(self) -> None:
+        """What is put on `stream` from now on comes after what `results` has so far."""
+        if self.stream is not None and self.results is not None:
+            self.stream.wait_stream(self.results)
 
     def capture(self, work: Work) -> Work:
         """Runs `work` once, which loads and compiles all it needs, then records it.

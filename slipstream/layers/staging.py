@@ -6,7 +6,7 @@ handed out again only when its last copy has finished.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +34,12 @@ class _Slot:
             self.event.record()
 
     def wait(self) -> None:
-        if self.event is not None:
+        if self.event is not None and not self.event.query():  # type: ignore[no-untyped-call]
             self.event.synchronize()
+
+    def read(self) -> Host:
+        self.wait()
+        return self.array
 
 
 class Upload:
@@ -68,28 +72,39 @@ class Upload:
         return self.device
 
 
+class Copied(Protocol):
+    """A copy on its way to the host."""
+
+    def read(self) -> Host:
+        """The host array once the copy has finished; bf16 shows as bytes. Any thread."""
+        ...
+
+
 class Readback:
     """Device data to the host."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self._ring = [_Slot(shape, dtype, device) for _ in range(RING)]
+    def __init__(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, ring: int = RING
+    ) -> None:
+        """`ring`: copies that may be on their way, or not read yet."""
+        self._ring = [_Slot(shape, dtype, device) for _ in range(ring)]
         self._next = 0
         self._pending = self._ring[0]
 
-    def start(self, source: Tensor) -> None:
-        """Starts the copy of `source`, the beginning of a buffer of this shape."""
+    def start(self, source: Tensor) -> Copied:
+        """Starts the copy of `source`, the beginning of a buffer of this shape.
+
+        What is read is valid until as many further starts as the ring is long.
+        """
         slot = self._pending = self._ring[self._next]
-        self._next = (self._next + 1) % RING
+        self._next = (self._next + 1) % len(self._ring)
         slot.tensor[: source.shape[0]].copy_(source, non_blocking=True)
         slot.recorded()
+        return slot
 
     def wait(self) -> Host:
-        """The host array of the last `start`, once its copy has finished.
-
-        Valid until RING further starts; bf16 shows as bytes.
-        """
-        self._pending.wait()
-        return self._pending.array
+        """`read` of the last `start`."""
+        return self._pending.read()
 
 
 def packed(parts: dict[str, int]) -> tuple[dict[str, slice], int]:

@@ -1,0 +1,230 @@
+"""Segments, peers, limits and what is checked of an offer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from slipstream.errors import ConfigError
+from slipstream.handoff.cuda_ipc import Export, Mapper
+from slipstream.handoff.cuda_ipc.lane import Lane
+from slipstream.handoff.cuda_ipc.memory import _over, views
+from slipstream.handoff.cuda_ipc.offer import Refused, layout_of
+from slipstream.handoff.cuda_ipc.peer import Peer
+from slipstream.handoff.cuda_ipc.pool import Pool
+from slipstream.handoff.cuda_ipc.segment import FOLDER, Segment, sweep
+from slipstream.handoff.cuda_ipc.signals import HostSignals
+from slipstream.handoff.cuda_ipc.times import Times, Waits
+from slipstream.handoff.layout import RELEASED, RING, SETS, Flag, Layout
+from tests.fakes.device_steps import LAYOUT, SPEC
+
+CPU = torch.device("cpu")
+NAME = "slipstream-00000000deadbeef-flags"
+OWNER = f"""
+from slipstream.handoff.cuda_ipc.segment import Segment
+segment = Segment.create({NAME!r}, 100)
+print("ready", flush=True)
+input()
+"""
+
+
+def owner() -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+
+
+def test_a_segment_is_shared_and_goes_with_its_owner() -> None:
+    mine = Segment.create(NAME, 5000)
+    theirs = Segment.open(NAME, 5000)
+    assert mine.size == theirs.size == 8192 and mine.address % 4096 == 0
+    mine.words[7] = 1 << 62
+    assert int(theirs.words[7]) == 1 << 62 and os.stat(FOLDER / NAME).st_mode & 0o777 == 0o600
+    theirs.close()
+    mine.close()
+    assert not (FOLDER / NAME).exists()
+
+
+def test_a_segment_of_a_dead_process_is_removed_and_a_living_one_is_not() -> None:
+    process = owner()
+    try:
+        sweep()
+        assert (FOLDER / NAME).exists()
+        mapped = Segment.open(NAME, 100)
+    finally:
+        end(process)
+    assert (FOLDER / NAME).exists()
+    sweep()
+    assert not (FOLDER / NAME).exists()
+    mapped.words[0] = 3  # still mapped here
+    mapped.close()
+
+
+@pytest.mark.parametrize("name", ["../etc/passwd", "slipstream-1-flags", NAME + "x", ""])
+def test_only_names_of_segments_are_opened(name: str) -> None:
+    with pytest.raises(ConfigError, match="not the name"):
+        Segment.open(name, 8)
+
+
+def test_a_segment_too_small_or_missing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        Segment.open(NAME, 8)
+    mine = Segment.create(NAME, 100)
+    with pytest.raises(ConfigError, match="4096 bytes"):
+        Segment.open(NAME, 5000)
+    mine.close()
+
+
+def test_a_peer_is_gone_a_while_after_its_process() -> None:
+    process = owner()
+    peer, stranger = Peer(process.pid, NAME, 0.1), Peer(process.pid, "another")
+    assert not peer.gone()
+    end(process)
+    assert not peer.gone()
+    time.sleep(0.15)
+    assert peer.gone() and not stranger.gone() and not Peer(process.pid, NAME).gone()
+    peer.close()
+    sweep()
+
+
+def test_a_set_comes_back_only_when_nobody_can_touch_it() -> None:
+    segment = Segment.create(NAME, 8 * LAYOUT.flag_words)
+    lanes = [Lane(segment, HostSignals(segment), which) for which in range(SETS)]
+    pool = Pool(lanes, NAME, Times(settle=0.0, untouched=0.1))
+    taken = [pool.take() for _ in range(SETS)]
+    assert [lane.which for lane in taken if lane] == list(range(SETS)) and pool.take() is None
+    refused, silent, began, released = lanes
+    pool.give_up(refused, refused=True)
+    assert pool.free == 1
+    process = owner_of_set(began)
+    for lane in (silent, began, released):
+        pool.give_up(lane)
+    assert pool.free == 1
+    released.store(Flag.DRAFT_BEAT, RELEASED)
+    assert pool.free == 2
+    time.sleep(0.15)
+    assert pool.free == 3  # the draft never began and will not now
+    end(process)
+    assert pool.free == 4 and pool.close("over", 1.0)
+    segment.close()
+
+
+def owner_of_set(lane: Lane) -> subprocess.Popen[str]:
+    """A process that mapped the segment and said so in the set."""
+    code = OWNER.replace("create", "open")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    lane.store(Flag.DRAFT_BEAT, -process.pid)
+    return process
+
+
+def test_limits_follow_the_median() -> None:
+    waits = Waits(Times())
+    assert waits.limit == 1.0
+    waits.observe(0.001)
+    assert waits.limit == 0.15
+    for _ in range(9):
+        waits.observe(0.1)
+    assert waits.limit == pytest.approx(0.3)
+    fixed = Waits(Times(), 40)
+    fixed.observe(1.0)
+    assert fixed.limit == 0.04
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_lie_where_the_layout_says(dtype: str) -> None:
+    layout = Layout(slots=3, pages=5, page_size=4, table_pages=2, width=6, dtype=dtype)
+    raw = torch.zeros(layout.bytes, dtype=torch.uint8)
+    features, tables, records, heads, nodes = views(raw, layout)
+    assert features.shape == (20, 6) and features.dtype == getattr(torch, dtype)
+    assert tables.shape == (3, 2) and records.shape == (SETS * RING, 4, 8)
+    assert heads.shape == (SETS * RING, 4, 4) and nodes.shape == (SETS * RING, 768, 2)
+    for tensor, at in zip(
+        (features, tables, records, heads, nodes),
+        (0, layout.tables_at, layout.records_at, layout.heads_at, layout.nodes_at),
+        strict=True,
+    ):
+        assert tensor.data_ptr() == raw.data_ptr() + at
+        tensor.fill_(1)
+    last = [tensor.view(-1)[-1].item() for tensor in (features, tables, records, heads, nodes)]
+    assert last == [1] * 5
+
+
+def test_memory_that_torch_did_not_allocate() -> None:
+    owned = torch.arange(64, dtype=torch.uint8)
+    over = _over(owned.data_ptr(), 64, CPU)
+    assert over.data_ptr() == owned.data_ptr() and over.shape == (64,)
+    over[3] = 99
+    assert owned[3] == 99
+
+
+def test_an_export_closes_without_a_trace() -> None:
+    export = Export.create(LAYOUT, CPU)
+    assert export.free == SETS and not export.features.any()
+    names = [path.name for path in FOLDER.glob(f"slipstream-{export._id:016x}-*")]
+    assert len(names) == 2
+    export.close()
+    assert not list(FOLDER.glob(f"slipstream-{export._id:016x}-*"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"boot_id": "elsewhere"}, "two nodes"),
+        ({"boot_id": ""}, "two nodes"),
+        ({"pages": 0}, "not usable"),
+        ({"set": SETS}, "not usable"),
+        ({"probe": 0}, "not usable"),
+        ({"pages": 1 << 31, "page_size": 1 << 20}, "bytes"),
+        ({"slots": 3}, "3 slots, the draft 2"),
+    ],
+)
+def test_an_offer_that_cannot_be(changed: dict, words: str) -> None:
+    export = Export.create(LAYOUT, CPU)
+    lane = export.pool.take()
+    assert lane is not None
+    offer = export.offer(lane, 17)
+    assert layout_of(offer, SPEC) == LAYOUT
+    for key, value in changed.items():
+        setattr(offer, key, value)
+    with pytest.raises(Refused, match=words):
+        layout_of(offer, SPEC)
+    export.close()
+
+
+def test_what_is_mapped_under_a_number_stays_what_it_is() -> None:
+    export, mapper = Export.create(LAYOUT, CPU), Mapper(CPU)
+    lane = export.pool.take()
+    assert lane is not None
+    offer = export.offer(lane, 17)
+    seat = mapper.accept(offer, SPEC)
+    offer.pages += 1
+    with pytest.raises(Refused, match="not what is mapped"):
+        mapper.accept(offer, SPEC)
+    offer.export_id += 1
+    with pytest.raises(Refused, match="bytes of user"):
+        mapper.accept(offer, replace(SPEC, feature_width=1 << 14))
+    offer.gpu_uuid = "x"
+    with pytest.raises(Refused, match="the target runs on a GPU, the draft on a CPU"):
+        mapper.accept(offer, SPEC)
+    seat.abandon(1.0)
+    mapper.close()
+    export.close()
