@@ -89,18 +89,25 @@ class Completions:
 
 
 class ResultRing:
-    """Copies of device results on a stream of their own, and the plans whose ends are awaited.
+    """Copies of device results beside the stream that made them, and plans whose ends are awaited.
 
     Both have `count` places; whoever takes one that is in use sleeps until it is free, which does
     not happen while steps pass.
 
     Args:
         shape: of one result, int64.
+        stream: for the copies; None on a CPU.
     """
 
-    def __init__(self, count: int, shape: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self,
+        count: int,
+        shape: tuple[int, ...],
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
         cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        self._stream = stream
         self._copies = [
             torch.zeros(shape, dtype=torch.int64, pin_memory=cuda) for _ in range(count)
         ]

@@ -86,7 +86,6 @@ class DeviceRunner:
             )
             for own in (graphs, *others)
         ]
-        self.step = self.steps[0]
         pieces = sum(step.pieces for step in self.steps)
         for index, step in enumerate(self.steps):
             before = index * step.pieces

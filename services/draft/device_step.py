@@ -168,6 +168,7 @@ class DraftStep:
             sizes=self.result[: self.size_room],
             nodes=self.result[self.size_room :].view(-1, NODE_INTS),
             vocab_size=self._config.vocab_size,
+            results=self.graphs.results,
         )
 
     def _make_attention(self, backend: str) -> dict[int, DeviceAttention]:

@@ -38,7 +38,6 @@ from slipstream.v1 import common_pb2 as pb
 log = logging.getLogger(__name__)
 
 DETACHED = "the gateway detached it"
-DEVICE_TRANSPORT = "cuda_ipc"
 ALIVE_POLL_S = 0.25
 """How often an idle engine looks whether its session still lives."""
 
@@ -150,6 +149,7 @@ class Engine:
             self._retire(item.reason)
         except BaseException as error:
             log.exception("the draft engine failed")
+            self.interrupt(f"the draft failed: {error}")  # the process ends with no wait parked
             self._closed(error)
         else:
             self._closed(None)
@@ -218,8 +218,8 @@ class Engine:
         if session is None or session.number != item.session:
             if not isinstance(result, SlipstreamError):
                 result.end("the gateway gave the session up before it was connected")
-                if _transport(result) == DEVICE_TRANSPORT:
-                    cast(DeviceEnd, result).close()
+                if result.transport == "cuda_ipc":
+                    result.close()
             return
         if isinstance(result, SlipstreamError):
             reason = str(result)
@@ -228,18 +228,15 @@ class Engine:
                 Rejected(session.command, pb.REJECT_CODE_PEER, reason, session=session.number)
             )
             return
-        transport = _transport(result)
-        if transport == DEVICE_TRANSPORT:
+        if result.transport == "cuda_ipc":
             assert self._runner.devices is not None
             session.device = self._runner.devices.connect(
-                session,
-                cast(DeviceEnd, result),
-                lambda notice: self._inbox.put(_Told(item.session, notice)),
+                session, result, lambda notice: self._inbox.put(_Told(item.session, notice))
             )
         session.end = result
-        first = session.next_step
-        log.info("session %d is connected over %s from step %d", session.number, transport, first)
-        self._emit(Attached(session.number, transport))
+        first, how = session.next_step, result.transport
+        log.info("session %d is connected over %s from step %d", session.number, how, first)
+        self._emit(Attached(session.number, how))
 
     def _retire_if_dead(self) -> None:
         session = self._session
@@ -398,8 +395,3 @@ class Engine:
         self._emit(
             Rejected(number, refusal.code, refusal.reason, slot=slot, epoch=epoch, step=step)
         )
-
-
-def _transport(end: Any) -> str:
-    """How an end's messages go; one that does not say is a stream's."""
-    return getattr(end, "transport", "grpc")

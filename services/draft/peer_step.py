@@ -36,6 +36,7 @@ class PeerStep:
         blocks: what a pass of drafts reads; `most_blocks` at once.
         sizes, nodes: what a pass of drafts leaves.
         vocab_size: of the anchors.
+        results: stream for copies to the host; None on a CPU.
 
     Attributes:
         verdicts: of the last steps whose context was taken, see `accept`.
@@ -54,6 +55,7 @@ class PeerStep:
         sizes: Tensor,
         nodes: Tensor,
         vocab_size: int,
+        results: torch.cuda.Stream | None,
     ) -> None:
         device, slots = tables.device, tables.shape[0]
         self.input = PeerInput(slots, device)
@@ -67,7 +69,8 @@ class PeerStep:
 
         self.state = words(slots, STATE_INTS)
         self.verdicts = words(VERDICTS, 1 + slots, VERDICT_INTS)
-        self.results = ResultRing(IN_FLIGHT, (1 + slots, VERDICT_INTS), device)
+        shape = (1 + slots, VERDICT_INTS)
+        self.results = ResultRing(IN_FLIGHT, shape, device, results)
         self._rows = DeviceRows.allocate(features.shape[0], slots, tables, device, 1)
         self._begins = words(slots + 1, kind=torch.int32)
         self._done = words(1, kind=torch.int32)

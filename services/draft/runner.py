@@ -142,15 +142,8 @@ class DeviceEnd(DeviceDraftEnd, Protocol):
     """The draft's side of a session over memory that both processes map."""
 
     @property
-    def transport(self) -> str: ...
-
-    @property
     def memory(self) -> Any:
-        """The target's, `slipstream.kernels.peer.Memory`."""
-        ...
-
-    def close(self) -> None:
-        """After `end`, once the session's stream is idle: the memory is not used again."""
+        """The target's, `slipstream.kernels.peer.Memory`; not used any more after `close`."""
         ...
 
 

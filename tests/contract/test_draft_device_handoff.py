@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from slipstream.handoff.cuda_ipc import CudaTargetEnd, Export, Mapper
 
 from services.draft.commands import (
     Admit,
@@ -28,6 +27,7 @@ from services.draft.commands import (
 from services.draft.device_runner import DeviceRunner
 from services.draft.device_step import StepSizes
 from services.draft.engine import Engine
+from slipstream.handoff.cuda_ipc import CudaTargetEnd, Export, Mapper
 from slipstream.handoff.grpc import GrpcAcceptor, GrpcConnector
 from slipstream.handoff.layout import SETS, Layout, ring_entry
 from slipstream.layers.graphs import Graphs

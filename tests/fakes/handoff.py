@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from slipstream.handoff.base import ContextMessage, PeerSpec, Proposal
 from slipstream.handoff.mailbox import Mailbox
@@ -56,6 +56,8 @@ class Link:
 class MemoryTargetEnd:
     """`TargetEnd` of a link."""
 
+    transport: Literal["grpc"] = "grpc"
+
     def __init__(self, link: Link) -> None:
         self._link = link
         self.session = link.session
@@ -85,6 +87,8 @@ class MemoryTargetEnd:
 
 class MemoryDraftEnd:
     """`DraftEnd` of a link."""
+
+    transport: Literal["grpc"] = "grpc"
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -125,6 +129,7 @@ class Exchange:
         address: str,
         spec: PeerSpec,
         done: Callable[[Any], None],
+        export: Any = None,
     ) -> None:
         self._target[session] = done
         self._meet(session)

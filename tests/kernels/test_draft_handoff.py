@@ -160,6 +160,8 @@ class Twins:
     epoch: int = (1 << 64) - 5
     step: int = 0
     after: int = 0
+    drafted: int = 0
+    differ: int = 0
     ends: tuple[FakeEnd, FakeDeviceEnd] = ()  # type: ignore[assignment]
 
     def begin(self) -> None:
@@ -225,8 +227,17 @@ class Twins:
         got = self.memory.read_trees(WHICH, step, nodes)
         if all(count <= 1 for count in nodes):
             assert want == {}
-        else:
+            return want
+        assert got is not None
+        self.drafted += len(want)
+        if not self.memory.features.is_cuda:
             assert got == want
+        else:  # rounding differs, so near-ties may turn
+            assert {s: (e, t[0]) for s, (e, t, _) in got.items()} == {
+                s: (e, t[0]) for s, (e, t, _) in want.items()
+            }
+            self.differ += sum(got[slot] != want[slot] for slot in want)
+            assert self.differ <= 2 + self.drafted // 50
         return want
 
     def publish(self, step: int, records: list[ContextRecord]) -> None:
