@@ -111,11 +111,7 @@ def _mapper(settings: DraftSettings, device: torch.device) -> Mapper | None:
         return None
     from slipstream.handoff.cuda_ipc import Mapper
 
-    try:
-        return Mapper(device)
-    except ConfigError as error:
-        log.warning("targets hand over by grpc only: %s", error)
-        return None
+    return Mapper(device)
 
 
 def _name(draft: str) -> str:
