@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from services.draft.context_cache import ContextCache
+from services.draft.peer_step import PeerStep
 from services.draft.runner import DraftSpec
 from services.draft.step_input import BlockInput, PageInput, SpecInput
 from slipstream.kernels.attention import TritonAttention
@@ -84,13 +85,14 @@ class StepSizes:
 
 
 class DraftStep:
-    """A head, its buffers, and its recorded work; `record` comes first.
+    """A head, one session's buffers, and the recorded work over them; `record` comes first.
 
     Attributes:
         drafts, context, specs, pages: what the host says; sent before the work is run.
         features: (write_rows, feature_width), of the context rows.
         result: int32; the number of nodes of each tree, `size_room` of them, then the nodes,
             NODE_INTS each.
+        peer: the work of a session whose messages stay on devices; None where there is none such.
     """
 
     def __init__(
@@ -98,19 +100,18 @@ class DraftStep:
         model: DraftHead,
         spec: DraftSpec,
         *,
-        sessions: int,
         max_len: int,
         dtype: torch.dtype,
         sizes: StepSizes,
         attention: str,
         graphs: Graphs,
+        peer: bool = False,
     ) -> None:
         """`max_len`: committed tokens of a slot at most; `attention`: torch or triton."""
         config, device = model.config, graphs.device
         self._model, self._spec, self._config = model, spec, config
         self.graphs, self.sizes = graphs, sizes
-        self.table_pages = _table_pages(spec, max_len)
-        slots = sessions * spec.slots
+        self.table_pages, slots = _table_pages(spec, max_len), spec.slots
         self.drafts, self.context = (BlockInput(sizes.entries, device) for _ in range(2))
         self.specs, self.pages = SpecInput(slots, device), PageInput(device)
         self.features = Upload((sizes.write_rows, spec.feature_width), dtype, device)
@@ -119,7 +120,7 @@ class DraftStep:
             return torch.zeros(shape, dtype=kind, device=device)
 
         self._tables = buffer(slots, self.table_pages, kind=torch.int32)
-        shape = _page_shape(config, spec, sessions)
+        shape = _page_shape(config, spec)
         self._k, self._v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self._rows = self._device_rows(sizes.rows, self.drafts)
         self._context_rows = self._device_rows(sizes.write_rows, self.context)
@@ -147,12 +148,28 @@ class DraftStep:
         self.write_buckets = buckets(sizes.write_rows)
         self._chains = Finish(1, bucket_of(NODE_CLASSES, spec.block_size))
         self._attention = self._make_attention(attention)
+        self.peer = self._make_peer() if peer else None
         self._work: dict[tuple[object, ...], Work] = {}
 
     def _device_rows(self, rows: int, source: BlockInput) -> DeviceRows:
         """Rows whose counts are those of the input."""
         made = DeviceRows.allocate(rows, source.entries, self._tables, self._tables.device, 1)
         return replace(made, counts=source.blocks(1).counts)
+
+    def _make_peer(self) -> PeerStep:
+        most = self.sizes.rows // self._spec.block_size
+        return PeerStep(
+            tables=self._tables,
+            features=self.features.device,
+            buckets=self.write_buckets,
+            write=self._write_rows,
+            blocks=self.drafts.blocks(most),
+            most_blocks=most,
+            sizes=self.result[: self.size_room],
+            nodes=self.result[self.size_room :].view(-1, NODE_INTS),
+            vocab_size=self._config.vocab_size,
+            results=self.graphs.results,
+        )
 
     def _make_attention(self, backend: str) -> dict[int, DeviceAttention]:
         config = self._config
@@ -169,13 +186,12 @@ class DraftStep:
         config: DraftConfig,
         spec: DraftSpec,
         *,
-        sessions: int,
         max_len: int,
         dtype: torch.dtype,
         sizes: StepSizes,
     ) -> int:
         """Device memory of pages and buffers; weights, graphs and attention's scratch excluded."""
-        item, rows, slots = dtype.itemsize, sizes.rows, sessions * spec.slots
+        item, rows, slots = dtype.itemsize, sizes.rows, spec.slots
         page = ContextCache.page_bytes(
             config.num_layers, spec.page_size, config.num_kv_heads, config.head_dim, dtype
         )
@@ -186,7 +202,7 @@ class DraftStep:
         logit_rows = sizes.logit_rows(config.vocab_size)
         table = _table_pages(spec, max_len)
         return (
-            page * spec.pages * sessions
+            page * spec.pages
             + table * (4 * slots + 4 * spec.page_size * config.head_dim)  # tables, rotations
             + item * (rows * a_row + sizes.write_rows * written)
             + logit_rows * (4 * config.vocab_size + 20 * MOST_RANKS + config.vocab_size // 12)
@@ -209,7 +225,16 @@ class DraftStep:
             pieces["forward", size] = partial(self._forward, size)
             for kind in (self._chains, *TREES):
                 pieces["finish", size, kind] = partial(self._finish, size, kind)
-        return pieces
+        return pieces if self.peer is None else pieces | self.peer.pieces()
+
+    @property
+    def pieces(self) -> int:
+        """How many there are to record."""
+        return len(self._pieces())
+
+    def run(self, *key: object) -> None:
+        """A piece of `peer`."""
+        self._work[key]()
 
     def send_tables(self) -> None:
         """Pages and tree parameters that have changed."""
@@ -240,9 +265,12 @@ class DraftStep:
 
     @torch.inference_mode()
     def _write(self, size: int) -> None:
-        """Context rows never see the head's layers: one product makes K and V of all of them."""
         rows = self._context_rows.first(size)
         lay_out(self.context.blocks(rows.most_entries), rows)
+        self._write_rows(size, rows)
+
+    def _write_rows(self, size: int, rows: DeviceRows) -> None:
+        """Context rows never see the head's layers: one product makes K and V of all of them."""
         both = self._project(self.features.device[:size], self._both[:size])
         norm = self._model.context_norm
         rope_context(
@@ -314,10 +342,9 @@ def _table_pages(spec: DraftSpec, max_len: int) -> int:
     return min(spec.pages, -(-(max_len + spec.block_size) // spec.page_size))
 
 
-def _page_shape(config: DraftConfig, spec: DraftSpec, sessions: int) -> Sequence[int]:
-    """Of keys, and of values; the pages of a session lie side by side."""
-    pages = sessions * spec.pages
-    return config.num_layers, pages, spec.page_size, config.num_kv_heads, config.head_dim
+def _page_shape(config: DraftConfig, spec: DraftSpec) -> Sequence[int]:
+    """Of keys, and of values."""
+    return config.num_layers, spec.pages, spec.page_size, config.num_kv_heads, config.head_dim
 
 
 def _block_buckets(spec: DraftSpec, sizes: StepSizes) -> tuple[int, ...]:

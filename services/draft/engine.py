@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from services.draft.commands import (
     Admit,
@@ -28,8 +28,8 @@ from services.draft.commands import (
     Rejected,
     Release,
 )
-from services.draft.runner import DraftEntry, DraftRunner
-from services.draft.session import Refusal, Session
+from services.draft.runner import DeviceEnd, DraftEntry, DraftRunner
+from services.draft.session import DevicePart, Refusal, Session
 from slipstream.errors import SlipstreamError
 from slipstream.handoff.base import DraftEnd, PeerSpec, Proposal, ProposedTree
 from slipstream.tree import TreeSpec
@@ -37,7 +37,6 @@ from slipstream.v1 import common_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-TRANSPORT = "grpc"
 DETACHED = "the gateway detached it"
 ALIVE_POLL_S = 0.25
 """How often an idle engine looks whether its session still lives."""
@@ -51,10 +50,14 @@ class Peers(Protocol):
         session: int,
         first_step: int,
         spec: PeerSpec,
-        done: Callable[[DraftEnd | SlipstreamError], None],
+        done: Callable[[Any], None],
         timeout_s: float = 10.0,
+        mapper: Any = None,
     ) -> None:
-        """Thread-safe; `done` is called once, on any thread."""
+        """Thread-safe; `done` is called once, on any thread, with an end or an error.
+
+        Only with a `mapper` (`services.draft.runner.Devices`) the end may be a DeviceEnd.
+        """
         ...
 
     def forget(self, session: int) -> None:
@@ -65,7 +68,15 @@ class Peers(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Connected:
     session: int
-    result: DraftEnd | SlipstreamError
+    result: DraftEnd | DeviceEnd | SlipstreamError
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a session's device did."""
+
+    session: int
+    notice: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +109,8 @@ class Engine:
         self._device = device
         self._emit = emit
         self._closed = closed
-        self._inbox: queue.SimpleQueue[Command | _Connected | _Close] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Command | _Connected | _Told | _Close]
+        self._inbox = queue.SimpleQueue()
         self._session: Session | None = None
         self._retired = 0  # the last session that ended; what is still said of it is dropped
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
@@ -137,18 +149,19 @@ class Engine:
             self._retire(item.reason)
         except BaseException as error:
             log.exception("the draft engine failed")
+            self.interrupt(f"the draft failed: {error}")  # the process ends with no wait parked
             self._closed(error)
         else:
             self._closed(None)
 
-    def _next(self) -> Command | _Connected | _Close:
+    def _next(self) -> Command | _Connected | _Told | _Close:
         while True:
             try:
                 return self._inbox.get(timeout=ALIVE_POLL_S if self._session else None)
             except queue.Empty:
                 self._retire_if_dead()
 
-    def _carry_out(self, item: Command | _Connected) -> None:
+    def _carry_out(self, item: Command | _Connected | _Told) -> None:
         match item:
             case Plan():
                 self._plan(item)
@@ -173,6 +186,8 @@ class Engine:
                 )
             case _Connected():
                 self._connected(item)
+            case _Told():
+                self._settle(item)
 
     # Sessions
 
@@ -191,16 +206,20 @@ class Engine:
         self._retire(f"session {attach.session} takes its place")
         self._session = Session(attach, self._runner)
 
-        def done(result: DraftEnd | SlipstreamError) -> None:
+        def done(result: DraftEnd | DeviceEnd | SlipstreamError) -> None:
             self._inbox.put(_Connected(attach.session, result))
 
-        self._peers.expect(attach.session, attach.first_step, self._runner.spec.peer, done)
+        devices = self._runner.devices
+        more = {} if devices is None else {"mapper": devices.mapper}
+        self._peers.expect(attach.session, attach.first_step, self._runner.spec.peer, done, **more)
 
     def _connected(self, item: _Connected) -> None:
         session, result = self._session, item.result
         if session is None or session.number != item.session:
             if not isinstance(result, SlipstreamError):
                 result.end("the gateway gave the session up before it was connected")
+                if result.transport == "cuda_ipc":
+                    result.close()
             return
         if isinstance(result, SlipstreamError):
             reason = str(result)
@@ -209,9 +228,15 @@ class Engine:
                 Rejected(session.command, pb.REJECT_CODE_PEER, reason, session=session.number)
             )
             return
+        if result.transport == "cuda_ipc":
+            assert self._runner.devices is not None
+            session.device = self._runner.devices.connect(
+                session, result, lambda notice: self._inbox.put(_Told(item.session, notice))
+            )
         session.end = result
-        log.info("session %d is connected from step %d", session.number, session.next_step)
-        self._emit(Attached(session.number, TRANSPORT))
+        first, how = session.next_step, result.transport
+        log.info("session %d is connected over %s from step %d", session.number, how, first)
+        self._emit(Attached(session.number, how))
 
     def _retire_if_dead(self) -> None:
         session = self._session
@@ -274,16 +299,41 @@ class Engine:
             self._out_of_order(plan, session)
             return
         session.next_step += 1
-        proposal = self._propose(plan, session, session.end)
+        if session.device is not None:
+            self._enqueue(plan, session, session.device)
+            return
+        end = cast(DraftEnd, session.end)
+        proposal = self._propose(plan, session, end)
         if proposal is not None:
-            session.end.publish_proposal(proposal)
+            end.publish_proposal(proposal)
+
+    def _enqueue(self, plan: Plan, session: Session, device: DevicePart) -> None:
+        """Puts the plan on the session's stream; what came of it is told later."""
+        refusal = self._too_late(plan)
+        if refusal is not None:
+            self._refuse(plan.number, 0, 0, refusal, plan.step)
+        for entry, wrong in device.enqueue(plan, empty=refusal is not None):
+            self._refuse(plan.number, entry.slot, entry.epoch, wrong, plan.step)
+        self._retire_if_dead()
+
+    def _settle(self, told: _Told) -> None:
+        session = self._session
+        if session is None or session.number != told.session or session.device is None:
+            return  # Detached said all there is to say of it
+        for event in session.device.settle(told.notice):
+            self._emit(event)
+
+    def _too_late(self, plan: Plan) -> Refusal | None:
+        """The target publishes a step's context after it took the step's proposal."""
+        if plan.after < plan.step:
+            return None
+        reason = f"after must be below step {plan.step}, got {plan.after}"
+        return Refusal(pb.REJECT_CODE_BAD_VALUE, reason)
 
     def _propose(self, plan: Plan, session: Session, end: DraftEnd) -> Proposal | None:
         """The plan's proposal; None when the session ended on the way to it."""
-        if plan.after >= plan.step:
-            # The target publishes a step's context after it took the step's proposal.
-            reason = f"after must be below step {plan.step}, got {plan.after}"
-            refusal = Refusal(pb.REJECT_CODE_BAD_VALUE, reason)
+        refusal = self._too_late(plan)
+        if refusal is not None:
             self._refuse(plan.number, 0, 0, refusal, plan.step)
             return Proposal(plan.step)
         spent = 0

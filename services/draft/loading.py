@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,6 +34,9 @@ from slipstream.models import (
 )
 from slipstream.models.budget import draft_reserve, gib, pages_within
 from slipstream.progress import progress
+
+if TYPE_CHECKING:
+    from slipstream.handoff.cuda_ipc import Mapper
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +100,18 @@ def _load(settings: DraftSettings, place: Place, backend: str) -> DraftRunner:
         graphs=Graphs(torch.device(place.device), recorded),
         sessions=settings.max_sessions,
         attention=backend,
+        mapper=_mapper(settings, torch.device(place.device)),
         progress=progress("draft steps"),
     )
+
+
+def _mapper(settings: DraftSettings, device: torch.device) -> Mapper | None:
+    """What maps the memory of targets on this node, if any may hand over through it."""
+    if settings.handoff == "grpc":
+        return None
+    from slipstream.handoff.cuda_ipc import Mapper
+
+    return Mapper(device)
 
 
 def _name(draft: str) -> str:
@@ -121,7 +135,8 @@ def _pages(settings: DraftSettings, place: Place, target: ModelConfig, config: D
     sessions = settings.max_sessions
     if not place.on_gpu:
         return settings.pages or max(1, min(full, memory() // MEMORY_SHARE // sessions // page))
-    reserve = draft_reserve(target, config, place.dtype.itemsize, settings.slots)
+    # Each session has buffers of its own.
+    reserve = sessions * draft_reserve(target, config, place.dtype.itemsize, settings.slots)
     held = accelerator.used(place)
     fit = pages_within(place.share, place.total, held, page * sessions, reserve)
     if settings.pages is not None and settings.pages > fit:

@@ -32,6 +32,7 @@ class ModelRunner:
     def __init__(self, head: DraftHead, spec: DraftSpec, sessions: int = 1) -> None:
         self.head = head
         self.spec = spec
+        self.devices = None
         self.dtype: torch.dtype = getattr(torch, spec.feature_dtype)
         self.device = head.norm.weight.device
         config = head.config

@@ -8,13 +8,16 @@ whose rows up to `start` are written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from slipstream.handoff.base import PeerSpec
+from slipstream.handoff.base import DeviceDraftEnd, PeerSpec
 from slipstream.tree import Tree, TreeSpec
 from slipstream.wire import DTYPES, ITEM_SIZE
+
+if TYPE_CHECKING:
+    from services.draft.session import DevicePart, Session
 
 
 class NoPages(Exception):
@@ -135,10 +138,37 @@ class DraftContext(Protocol):
         ...
 
 
+class DeviceEnd(DeviceDraftEnd, Protocol):
+    """The draft's side of a session over memory that both processes map."""
+
+    @property
+    def memory(self) -> Any:
+        """The target's, `slipstream.kernels.peer.Memory`; not used any more after `close`."""
+        ...
+
+
+class Devices(Protocol):
+    """What a runner has whose sessions may stay on devices."""
+
+    @property
+    def mapper(self) -> Any:
+        """Maps targets' memory; goes to where targets come in."""
+        ...
+
+    def connect(self, session: Session, end: DeviceEnd, tell: Callable[[Any], None]) -> DevicePart:
+        """The session's part; `tell` is called on any thread with what it is to `settle`."""
+        ...
+
+
 class DraftRunner(Protocol):
     """A draft model, loaded."""
 
     spec: DraftSpec
+
+    @property
+    def devices(self) -> Devices | None:
+        """None where every session goes through the host."""
+        ...
 
     def open_context(self) -> DraftContext:
         """The cache of a new session, empty."""

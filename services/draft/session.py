@@ -8,9 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from services.draft.commands import Admit, Attach, Behind, Event, Live, Plan, PlanEntry, Release
-from services.draft.runner import ContextRows, DraftEntry, Drafting, DraftRunner, NoPages
+from services.draft.runner import (
+    ContextRows,
+    DeviceEnd,
+    DraftEntry,
+    Drafting,
+    DraftRunner,
+    NoPages,
+)
 from slipstream.handoff.base import ContextMessage, ContextRecord, DraftEnd
 from slipstream.tree import TreeSpec
 from slipstream.v1 import common_pb2 as pb
@@ -47,12 +55,42 @@ class Slot:
     starved: bool = False
 
 
+class DevicePart(Protocol):
+    """What a session has whose messages stay on devices; `services.draft.device_session`."""
+
+    def admitted(self, number: int, epoch: int) -> None:
+        """A request took the slot."""
+        ...
+
+    def released(self, number: int) -> None:
+        """The slot is empty, and its pages are free."""
+        ...
+
+    def fed(self, number: int) -> None:
+        """The slot may find pages again."""
+        ...
+
+    def enqueue(self, plan: Plan, empty: bool = False) -> list[tuple[PlanEntry, Refusal]]:
+        """Puts a plan on the stream, and returns the entries that are refused."""
+        ...
+
+    def settle(self, notice: Any) -> list[Event]:
+        """Takes note of what a step did; says whose state changed. Raises when it failed."""
+        ...
+
+    def close(self) -> None:
+        """After the end of the handoff: returns once no device works for the session."""
+        ...
+
+
 class Session:
     """One life of the connection to a target.
 
     Attributes:
         number: the session's number; `command`: the number of the Attach that began it.
         end: the draft's end of the handoff; None until the target has come.
+        device: what a session has whose messages stay on devices. It does the work of `take` and
+            `entries`, and `slots` follows.
         next_step: the step that the next plan must have.
         written: the context of all steps up to this one was taken.
     """
@@ -60,17 +98,20 @@ class Session:
     def __init__(self, attach: Attach, runner: DraftRunner) -> None:
         self.number = attach.session
         self.command = attach.number
-        self.end: DraftEnd | None = None
+        self.end: DraftEnd | DeviceEnd | None = None
         self.next_step = attach.first_step
         self.written = attach.first_step - 1
         self.slots: dict[int, Slot] = {}
         self._spec = runner.spec
         self.context = runner.open_context()
+        self.device: DevicePart | None = None
 
     def close(self, reason: str) -> None:
-        """Ends the handoff and frees the context."""
+        """Ends the handoff and frees the context; waits until no device works on it."""
         if self.end is not None:
             self.end.end(reason)
+        if self.device is not None:
+            self.device.close()
         self.slots.clear()
         self.context.close()
 
@@ -86,17 +127,23 @@ class Session:
         drafting = Drafting(tree, admit.temperature, admit.seed, admit.choice)
         self.context.admit(admit.slot, drafting)
         self.slots[admit.slot] = Slot(admit.epoch)
+        if self.device is not None:
+            self.device.admitted(admit.slot, admit.epoch)
 
     def release(self, release: Release) -> list[Event]:
         """Frees the slot; slots that had found no pages are told of anew. Raises Refusal."""
         self._held(release.slot, release.epoch)
         del self.slots[release.slot]
         self.context.release(release.slot)
+        if self.device is not None:
+            self.device.released(release.slot)
         events: list[Event] = []
         for number, slot in self.slots.items():
             if slot.starved:
                 slot.starved = False
-                events.append(self._behind_event(number, slot, "pages are free again"))
+                if self.device is not None:
+                    self.device.fed(number)
+                events.append(self.behind_event(number, slot, "pages are free again"))
         return events
 
     def take(self, message: ContextMessage) -> list[Event]:
@@ -161,7 +208,7 @@ class Session:
         if wrong is not None:
             told = record.first_row == slot.behind
             slot.behind = record.first_row + record.count
-            return [] if told else [self._behind_event(record.slot, slot, wrong)]
+            return [] if told else [self.behind_event(record.slot, slot, wrong)]
         slot.behind = None
         if slot.live:
             slot.anchor = record.anchor
@@ -169,7 +216,7 @@ class Session:
                 return []
             return [Live(self.number, record.slot, slot.epoch, slot.rows)]
         if was_live:
-            return [self._behind_event(record.slot, slot, "the rows do not end at the start")]
+            return [self.behind_event(record.slot, slot, "the rows do not end at the start")]
         return []
 
     def entries(self, plan: Plan) -> Iterator[DraftEntry | tuple[PlanEntry, Refusal]]:
@@ -177,15 +224,18 @@ class Session:
         seen: set[int] = set()
         for entry in plan.entries:
             try:
-                slot = self._wanted(entry, seen)
+                slot = self.wanted(entry, seen)
             except Refusal as refusal:
                 yield entry, refusal
                 continue
-            if slot is not None:
+            if slot is not None and slot.live:
                 yield DraftEntry(entry.slot, slot.rows, slot.anchor, entry.nodes)
 
-    def _wanted(self, entry: PlanEntry, seen: set[int]) -> Slot | None:
-        """The slot to draft for; None when there is nothing to draft. Raises Refusal."""
+    def wanted(self, entry: PlanEntry, seen: set[int]) -> Slot | None:
+        """The slot of an entry that asks for drafts; None for one that does not. Raises Refusal.
+
+        `seen` are the slots of the plan's entries before; this one is added.
+        """
         self._check_range(entry.slot)
         if not 1 <= entry.nodes <= MAX_NODES:
             raise Refusal(
@@ -196,8 +246,7 @@ class Session:
         seen.add(entry.slot)
         if entry.nodes == 1:
             return None
-        slot = self._held(entry.slot, entry.epoch)
-        return slot if slot.live else None
+        return self._held(entry.slot, entry.epoch)
 
     def _check_range(self, slot: int) -> None:
         if not 0 <= slot < self._spec.slots:
@@ -217,5 +266,6 @@ class Session:
             )
         return slot
 
-    def _behind_event(self, number: int, slot: Slot, reason: str) -> Behind:
+    def behind_event(self, number: int, slot: Slot, reason: str) -> Behind:
+        """That the slot lacks rows."""
         return Behind(self.number, number, slot.epoch, slot.rows, reason)

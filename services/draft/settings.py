@@ -27,6 +27,11 @@ class DraftSettings(ProcessSettings):
     handoff_address: str = Field(
         "", description="host:port where targets reach this server; default: where gateways do"
     )
+    handoff: Literal["auto", "grpc"] = Field(
+        "auto",
+        description="how targets may hand over: auto: through GPU memory of the same node where "
+        "both sides can; grpc: never",
+    )
     device: Device = Field(
         "auto", description="auto, cpu, cuda or cuda:N; auto: a GPU where one can be used"
     )

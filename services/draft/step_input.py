@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from services.draft.candidates import MOST_SHARE, NOISE_SHARE, Block
+from services.draft.peer_input import IN_FLIGHT
 from services.draft.runner import ContextRows, DraftEntry, Drafting
 from slipstream.kernels.drafting import (
     BLOCK_INTS,
@@ -42,26 +43,24 @@ class BlockInput:
         fields = device[_HEAD:].view(self.entries, BLOCK_INTS)
         return Blocks(device[:2], fields[: min(most, self.entries)])
 
-    def send_drafts(
-        self, entries: Sequence[DraftEntry], counts: Sequence[int], first_slot: int
-    ) -> list[int]:
+    def send_drafts(self, entries: Sequence[DraftEntry], counts: Sequence[int]) -> list[int]:
         """Blocks of `counts` rows. Returns the first node of each tree, and the number of nodes."""
         rows: list[int] = []
         row, nodes = 0, [0]
         for entry, count in zip(entries, counts, strict=True):
-            head = (first_slot + entry.slot, entry.start, entry.anchor, entry.nodes)
+            head = (entry.slot, entry.start, entry.anchor, entry.nodes)
             rows += (*head, count, row, nodes[-1], 0)
             row += count
             nodes.append(nodes[-1] + entry.nodes)
         self._send(rows, row)
         return nodes
 
-    def send_context(self, parts: Sequence[ContextRows], first_slot: int) -> None:
+    def send_context(self, parts: Sequence[ContextRows]) -> None:
         """Rows of the context; they are no blocks, and no tree grows from them."""
         rows: list[int] = []
         row = 0
         for part in parts:
-            rows += (first_slot + part.slot, part.first_row, 0, 0, part.count, row, 0, 0)
+            rows += (part.slot, part.first_row, 0, 0, part.count, row, 0, 0)
             row += part.count
         self._send(rows, row)
 
@@ -76,8 +75,8 @@ class SpecInput:
     """How the requests in all slots want their trees."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
-        self._ints = Upload((slots, SPEC_INTS), torch.int32, device)
-        self._reals = Upload((slots, SPEC_REALS), torch.float64, device)
+        self._ints = Upload((slots, SPEC_INTS), torch.int32, device, ring=IN_FLIGHT)
+        self._reals = Upload((slots, SPEC_REALS), torch.float64, device, ring=IN_FLIGHT)
         self.specs = Specs(self._ints.device, self._reals.device)
         self._host_ints = np.zeros((slots, SPEC_INTS), np.int32)
         self._host_reals = np.zeros((slots, SPEC_REALS), np.float64)
@@ -111,7 +110,8 @@ class PageInput:
     """Pages that slots were given since the last `send`."""
 
     def __init__(self, device: torch.device) -> None:
-        self._upload = Upload((_HEAD + 3 * TABLE_UPDATES,), torch.int32, device)
+        size = _HEAD + 3 * TABLE_UPDATES
+        self._upload = Upload((size,), torch.int32, device, ring=IN_FLIGHT)
         self.count: Tensor = self._upload.device[:1]
         self.updates: Tensor = self._upload.device[_HEAD:].view(TABLE_UPDATES, 3)
         self._pending: list[int] = []

@@ -193,6 +193,7 @@ class FakeDraftRunner:
         self._seed = seed
         self.drafted = 0
         self.rows_written = 0
+        self.devices = None
         self.contexts: list[FakeDraftContext] = []
 
     def open_context(self) -> FakeDraftContext:

@@ -25,6 +25,6 @@ def test_the_draft_sets_enough_aside(slots: int) -> None:
         page_size=16,
     )  # fmt: skip
     buffers = DraftStep.bytes_needed(
-        head, spec, sessions=1, max_len=40_960, dtype=torch.bfloat16, sizes=StepSizes.of(spec)
+        head, spec, max_len=40_960, dtype=torch.bfloat16, sizes=StepSizes.of(spec)
     )
     assert buffers <= draft_reserve(config, head, 2, slots) - CONTEXT - DRAFT_GRAPHS

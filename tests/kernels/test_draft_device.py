@@ -191,9 +191,10 @@ class Runners:
             # Interpreted attention is slow: the kernel has its own tests, and one here.
             torch_only = self.device.type == "cpu" and kind != "sliding"
             runner = device_runner(pair, self.device, "torch" if torch_only else "triton")
-            with runner.step.graphs.on_stream():
-                for pages in (runner.step._k, runner.step._v):
-                    pages.fill_(torch.nan)  # what was never written is never read
+            for step in runner.steps:
+                with step.graphs.on_stream():
+                    for pages in (step._k, step._v):
+                        pages.fill_(torch.nan)  # what was never written is never read
             self.made[kind] = (plain_runner(pair), runner)
         return self.made[kind]
 
@@ -310,7 +311,7 @@ def test_bytes_needed_is_what_is_taken(tmp_path: Path, device: torch.device) -> 
     head = DraftHead.load(pair.draft, pair.target, torch.float32, device)
     spec = spec_of(head, pages=100_000)
     sizes = StepSizes.of(spec, write_rows=8)
-    shape: dict[str, Any] = {"sessions": 1, "max_len": MAX_LEN, "dtype": torch.float32}
+    shape: dict[str, Any] = {"max_len": MAX_LEN, "dtype": torch.float32}
     step = DraftStep(
         head, spec, sizes=sizes, attention="torch", graphs=Graphs(device, enabled=False), **shape
     )

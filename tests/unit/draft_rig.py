@@ -33,6 +33,8 @@ WAIT_S = 5.0
 class FakeEnd:
     """A `DraftEnd` whose target is the test."""
 
+    transport = "grpc"
+
     def __init__(self, session: int) -> None:
         self.session = session
         self.mailbox: Mailbox[ContextMessage] = Mailbox()

@@ -37,6 +37,13 @@ def test_every_flag_of_the_tree() -> None:
     )
 
 
+def test_how_targets_may_hand_over() -> None:
+    assert settings_of().handoff == "auto"
+    assert settings_of("--handoff", "grpc").handoff == "grpc"
+    with pytest.raises(ConfigError, match="handoff"):
+        settings_of("--handoff", "pigeon")
+
+
 def test_the_tree_as_json() -> None:
     text = json.dumps({"tree": "best_first", "budget": 32})
     tree = settings_of("--speculative-config", text).tree_spec(16)
