@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from services.target.commands import (
     Admit,
@@ -27,7 +28,7 @@ from services.target.commands import (
     Release,
     Rewind,
 )
-from services.target.runner import TargetRunner, TargetSpec
+from services.target.runner import RunAheadRunner, TargetRunner, TargetSpec
 from services.target.session import Connector, Sessions
 from services.target.slots import Refused, Slot, SlotTable
 from services.target.steps import Begun, Steps, run_ahead
@@ -35,6 +36,9 @@ from services.target.waiter import Waiter
 from slipstream.errors import InvalidRequest, SlipstreamError
 from slipstream.handoff.base import DeviceTargetEnd, PeerSpec, TargetEnd
 from slipstream.v1 import common_pb2 as pb
+
+if TYPE_CHECKING:
+    from slipstream.handoff.cuda_ipc import Export
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +114,7 @@ class Engine:
         self._last_step = 0
         self._drained: Callable[[], None] | None = None
         self._on_their_way: deque[Begun] = deque()
+        self._ahead: RunAheadRunner | None = None
 
     def start(self) -> None:
         """Loads the runner, then takes messages."""
@@ -136,6 +141,11 @@ class Engine:
         self._inbox.put(_Stop())
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
+
+    @property
+    def shared(self) -> Export | None:
+        """The memory that drafts may map, once loaded; to be closed after `stop`."""
+        return self._ahead.shared if self._ahead is not None else None
 
     def _main(self) -> None:
         try:
@@ -320,7 +330,7 @@ class Engine:
             item.address,
             spec,
             lambda result: self._inbox.put(_Connected(item, result)),
-            self._ahead.shared if self._ahead is not None else None,
+            self.shared,
         )
 
     def _connected(self, item: _Connected) -> None:

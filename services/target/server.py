@@ -100,6 +100,8 @@ class TargetServer:
         if runs:
             await asyncio.to_thread(self.engine.stop)
         await self._connector.close()
+        if runs and (shared := self.engine.shared) is not None:
+            await asyncio.to_thread(shared.close)
 
 
 def _settle(future: asyncio.Future[T], value: T) -> None:
