@@ -198,7 +198,12 @@ class Driven:
 
     def settle(self, timeout: float = 120.0) -> None:
         """Waits until every request decodes with its whole tree. Raises RuntimeError."""
-        self._wait(lambda: self._steady(self._watch.steps[-STEADY_STEPS:]), timeout, "steady")
+        steps = self._watch.steps
+
+        def steady() -> bool:
+            return len(steps) >= STEADY_STEPS and self._steady(steps[-STEADY_STEPS:])
+
+        self._wait(steady, timeout, "all requests to decode")
 
     def window(
         self, count: int, *, warm: int = 10, delay_ms: float = 0.0, timeout: float = 60.0
@@ -223,10 +228,8 @@ class Driven:
         """Whether each step has all requests (of its group) with all nodes."""
         groups = {step.slots for step in steps}
         whole = {slot for group in groups for slot in group}
-        return (
-            len(steps) >= STEADY_STEPS
-            and len(whole) == self.load.batch == sum(map(len, groups))
-            and all(step.least == self.load.nodes for step in steps)
+        return len(whole) == self.load.batch == sum(map(len, groups)) and all(
+            step.least == self.load.nodes for step in steps
         )
 
     def _wait(self, until: Callable[[], bool], timeout: float, what: str) -> None:

@@ -15,7 +15,8 @@ def summary(steps: Sequence[Step]) -> dict[str, Any]:
 
     `period` is between the beginnings of two steps of the same requests: with two groups a whole
     cycle. `round_trip` is the target's idle time before a step less what the draft computed in it:
-    both ways of the handoff. `busy` is the target's share of computing.
+    both ways of the handoff; `handed` is the way to the target and `back` the other, where they can
+    be told. `busy` is the target's share of computing.
     """
     ordered = sorted(steps, key=lambda step: step.number)
     first, last = ordered[0], ordered[-1]
@@ -43,6 +44,8 @@ def summary(steps: Sequence[Step]) -> dict[str, Any]:
     handed = [step.handed for step in ordered if step.handed]
     if handed:
         found["handed"] = spread(handed)
+    if handed and groups == 1:
+        found["back"] = spread([s.waited - s.drafted - s.handed for s in waited if s.handed])
     return found
 
 

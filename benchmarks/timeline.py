@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import signal
 import statistics
 import subprocess
 import sys
@@ -223,7 +224,7 @@ def line(found: dict[str, Any]) -> str:
         )
     period, enqueued = found["period"] or {}, found["enqueued"] or {}
     parts = [f"period {period.get('p50')} / p90 {period.get('p90')}"]
-    for name in ("computed", "drafted", "round_trip", "handed"):
+    for name in ("computed", "drafted", "round_trip", "handed", "back"):
         if found.get(name):
             parts.append(f"{name} {found[name]['p50']} / {found[name]['p90']}")
     parts.append(f"enqueued {enqueued.get('p50')} / p99 {enqueued.get('p99')}")
@@ -298,7 +299,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2, help="of compared windows")
     parser.add_argument("--profiled", type=int, default=40, help="steps under the profiler")
     parser.add_argument("--only", default="steps,delay,pingpong,profile")
-    parser.add_argument("--seconds", type=float, default=480.0, help="no case begins later")
+    parser.add_argument("--seconds", type=float, default=420.0, help="no case begins later")
     args = parser.parse_args()
     two = args.gpus == 2 and args.device != "cpu"
     args.handoff = args.handoff or ("grpc" if args.device == "cpu" else "cuda_ipc")
@@ -306,6 +307,7 @@ def main() -> None:
     most = [int(word) for word in f"{args.batches},{args.pairs}".split(",") if word]
     args.slots = args.slots or max(most)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no server is left behind
     raise SystemExit(run(args))
 
 
