@@ -263,6 +263,12 @@ class Rig:
         )
         self.target.admit(slot, request)
 
+    def empty(self) -> None:
+        """Frees every slot, and the draft's context."""
+        self.context.close()
+        for slot in range(len(self.rows)):
+            self.target.release(slot)
+
     def readmit(self, slot: int, length: int) -> None:
         """Gives the slot to a new request for the first `length` tokens; its pages keep theirs."""
         self.target.release(slot)

@@ -5,13 +5,18 @@ real shapes: next to nothing is accepted, but no step's time depends on values. 
 step (draft, verify, features handed over through the host), a mixed batch, prefill, start-up; each
 beside its floor by the copy bandwidth and the matrix rate of this run.
 
+With --split also the whole step of two servers under MPS, handed over on the device, against the
+same kernels in one process without a handoff.
+
     python -m benchmarks.step_time --out benchmarks/results/step_time.json
+    python -m benchmarks.step_time --split only --out benchmarks/results/step_split.json
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 import time
 import traceback
@@ -28,6 +33,7 @@ from benchmarks.step_floor import Floor, Floors, Rates
 from benchmarks.step_measure import Clocks, Reps, measure
 from benchmarks.step_profile import profile
 from benchmarks.step_rig import Rig, Setup, load
+from benchmarks.step_split import SplitSteps
 from services.target.runner import FeatureSpan, PrefillEntry
 from slipstream.models import load_config, load_draft_config
 from slipstream.tree import resolve_spec
@@ -51,6 +57,8 @@ class Plan:
     reps: Reps
     chunk: int
     prompts: tuple[int, ...]
+    tree_nodes: int
+    tree_width: int
 
 
 class Run:
@@ -63,7 +71,7 @@ class Run:
         self.block = block
         self.trees = {
             "chain": resolve_spec("chain", block_size=block),
-            "tree": resolve_spec("top2gap", TREE_WIDTH, TREE_NODES, block_size=block),
+            "tree": resolve_spec("top2gap", plan.tree_width, plan.tree_nodes, block_size=block),
         }
         self.nodes = {"plain": 1, **{kind: spec.budget for kind, spec in self.trees.items()}}
 
@@ -220,7 +228,7 @@ class Report:
 
     def __init__(self, path: Path) -> None:
         self._path, self.began = path, time.perf_counter()
-        self.result: dict[str, Any] = {"machine": machine(), "note": NOTE, "failures": []}
+        self.result: dict[str, Any] = {"machine": {}, "note": NOTE, "failures": []}
 
     def case(
         self, section: str, name: str, work: Callable[..., dict[str, Any]], *args: Any
@@ -267,12 +275,19 @@ def run(args: argparse.Namespace) -> int:
     on_gpu = args.device != "cpu"
     plan = _plan(args)
     config, draft = load_config(args.target), load_draft_config(args.draft)
+    slots = max(args.slots, *plan.batches)
+    length = min(args.max_model_len, config.max_position_embeddings)
+    folder = args.out.with_suffix("")
+    split = None
     try:
+        if args.split != "no":  # before this process is on the GPU
+            split = SplitSteps(args, slots, length, report.failed, report.save)
+            report.result["split"] = split.found
+            split.split(folder)
+        report.result["machine"] = machine()
         # Before the servers take their shares.
         dtype = torch.bfloat16 if on_gpu else torch.float32
         rates = Rates(copy_bandwidth(args.device), matrix_rate(args.device, dtype))
-        slots = max(args.slots, *plan.batches)
-        length = min(args.max_model_len, config.max_position_embeddings)
         setup = Setup(
             args.target, args.draft, args.device, slots, length, args.target_share,
             args.draft_share,
@@ -287,18 +302,24 @@ def run(args: argparse.Namespace) -> int:
         print(f"copy {rates.copy / 1e12:.3f} TB/s, {rates.matrix / 1e12:.1f} TFLOP/s", flush=True)
         loaded = load(setup)
         report.result["startup"] = loaded.startup
-        rig = Rig(loaded, max(*plan.contexts, 2 * plan.chunk))
-        item = torch.empty(0, dtype=getattr(torch, loaded.target.spec.dtype)).element_size()
-        measured = Run(rig, plan, Floors(config, draft, item), rates, report)
-        began = time.perf_counter()
-        rig.fill(measured.trees["chain"])
-        report.result["startup"]["fill_s"] = round(time.perf_counter() - began, 2)
+        if args.split != "only":
+            rig = Rig(loaded, max(*plan.contexts, 2 * plan.chunk))
+            item = torch.empty(0, dtype=getattr(torch, loaded.target.spec.dtype)).element_size()
+            measured = Run(rig, plan, Floors(config, draft, item), rates, report)
+            began = time.perf_counter()
+            rig.fill(measured.trees["chain"])
+            report.result["startup"]["fill_s"] = round(time.perf_counter() - began, 2)
     except Exception as error:
         report.failed("start", error)
         return 1
-    measured.all()
-    if args.profile is not None:
-        _profile(measured, args.profile)
+    if args.split != "only":
+        measured.all()
+        if args.profile is not None:
+            _profile(measured, args.profile)
+        rig.empty()
+    if split is not None:
+        split.together(loaded.target, loaded.draft, folder)
+        split.table()
     report.save()
     failures = len(report.result["failures"])
     print(f"{report.result['seconds']} s, {failures} failed, {args.out}", flush=True)
@@ -334,9 +355,10 @@ def _profile(measured: Run, path: Path) -> None:
 def _plan(args: argparse.Namespace) -> Plan:
     reps = Reps(1, 3, 1) if args.tiny else Reps(2, 10, 4) if args.quick else Reps(4, 32, 10)
     batches, contexts = (list(map(int, text.split(","))) for text in (args.batches, args.contexts))
+    tree = args.tree_nodes, args.tree_width
     if args.tiny:
-        return Plan(batches, contexts, reps, chunk=64, prompts=(8, 16, 32))
-    return Plan(batches, contexts, reps, chunk=2048, prompts=(32, 128, 512))
+        return Plan(batches, contexts, reps, 64, (8, 16, 32), *tree)
+    return Plan(batches, contexts, reps, 2048, (32, 128, 512), *tree)
 
 
 def main() -> None:
@@ -351,6 +373,11 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--target-share", type=float, default=0.75)
     parser.add_argument("--draft-share", type=float, default=0.15)
+    parser.add_argument(
+        "--split", choices=("no", "also", "only"), default="no", help="the step of two servers"
+    )
+    parser.add_argument("--tree-nodes", type=int, default=TREE_NODES)
+    parser.add_argument("--tree-width", type=int, default=TREE_WIDTH)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--tiny", action="store_true", help="sizes for a tiny pair on a CPU")
     parser.add_argument("--profile", type=Path, help="also write a table of kernels")
@@ -359,6 +386,7 @@ def main() -> None:
     args.contexts = args.contexts or ("48,96" if args.tiny else "1024,4096")
     args.slots = args.slots or (4 if args.tiny else 32)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no server is left behind
     raise SystemExit(run(args))
 
 

@@ -124,6 +124,7 @@ class Times:
     drafted: int = 0
     started: int = 0
     enqueued: int = 0
+    handed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,7 @@ def _step_done(event: StepDone) -> target_pb2.StepDone:
             drafted=times.drafted,
             started=times.started,
             enqueued=times.enqueued,
+            handed=times.handed,
         ),
     )
 

@@ -157,6 +157,9 @@ class Steps:
             )
         idle = self._clock.idle(stamps)
         drafted = stamps.draft_ended - stamps.draft_began
+        handed = 0
+        if begun.link is not None and begun.link.end.one_gpu and stamps.draft_ended:
+            handed = max(stamps.began - stamps.draft_ended, 0)
         return Times(
             queued=queued,
             waited=begun.began - begun.taken if begun.named else idle,
@@ -164,6 +167,7 @@ class Steps:
             drafted=begun.drafted or max(drafted, 0),
             started=self._clock.monotonic(stamps.began, stamps.ended, seen),
             enqueued=begun.computed - begun.began,
+            handed=handed,
         )
 
     def _link(self, plan: Plan, jobs: Sequence[Job]) -> Link | None:

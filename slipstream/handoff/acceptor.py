@@ -122,7 +122,11 @@ class GrpcAcceptor(handoff_pb2_grpc.HandoffServiceServicer):
         try:
             seat, reason = await self._seat(hello, expected)
             ready = handoff_pb2.PeerReady(
-                session=hello.session, device=seat is not None, reason=reason, pid=os.getpid()
+                session=hello.session,
+                device=seat is not None,
+                reason=reason,
+                pid=os.getpid(),
+                gpu_uuid="" if expected.mapper is None else expected.mapper.gpu,
             )
             yield handoff_pb2.DraftFrame(ready=ready)
             if seat is not None:

@@ -143,6 +143,8 @@ class DeviceTargetEnd(Protocol):
     transport: Literal["cuda_ipc"]
     which: int
     """The set of rings and flags."""
+    one_gpu: bool
+    """Whether the draft is on the same GPU, so that stamps of both are of one clock."""
 
     @property
     def alive(self) -> bool: ...

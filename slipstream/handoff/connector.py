@@ -42,6 +42,7 @@ class _Greeting:
     Attributes:
         lane: the offered set while the greeting has it.
         reason: why the session cannot use device memory; empty while it can.
+        one_gpu: whether the draft is on the target's.
     """
 
     session: int
@@ -51,6 +52,7 @@ class _Greeting:
     lane: Lane | None = None
     probe: int = 0
     reason: str = ""
+    one_gpu: bool = False
 
     def give_up(self, reason: str, refused: bool = False) -> None:
         """The offered set is not used."""
@@ -140,6 +142,8 @@ class GrpcConnector:
             return
         if answer.ready.device:
             greeting.export.mapped = True
+            gpu = greeting.export.gpu
+            greeting.one_gpu = bool(gpu) and answer.ready.gpu_uuid == gpu
             await to_its_end(greeting.export.pool.met, greeting.lane, answer.ready.pid)
         else:
             greeting.give_up(answer.ready.reason or "the draft took no offer", refused=True)
@@ -202,8 +206,9 @@ class _Device:
         self._session = greeting.session
         self._outbox = Outbox(loop)
         self.end = CudaTargetEnd(
-            greeting.session, greeting.first_step, export, lane, self._tell, watchdog_ms
-        )
+            greeting.session, greeting.first_step, export, lane, self._tell, watchdog_ms,
+            one_gpu=greeting.one_gpu,
+        )  # fmt: skip
         export.pool.live(lane, self.end)
         greeting.lane = None
 

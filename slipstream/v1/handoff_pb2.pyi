@@ -138,6 +138,7 @@ class PeerReady(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    GPU_UUID_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     device: _builtins.bool
     """Whether the offered memory is mapped and this side of the probe is under way."""
@@ -145,6 +146,8 @@ class PeerReady(_message.Message):
     """Why not; empty without an offer."""
     pid: _builtins.int
     """Process of the draft, as its host numbers it."""
+    gpu_uuid: _builtins.str
+    """GPU of the draft; empty on a CPU."""
     def __init__(
         self,
         *,
@@ -152,10 +155,11 @@ class PeerReady(_message.Message):
         device: _builtins.bool = ...,
         reason: _builtins.str = ...,
         pid: _builtins.int = ...,
+        gpu_uuid: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "pid", b"pid", "reason", b"reason", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "gpu_uuid", b"gpu_uuid", "pid", b"pid", "reason", b"reason", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -545,6 +545,7 @@ class StepTimes(_message.Message):
     DRAFTED_FIELD_NUMBER: _builtins.int
     STARTED_FIELD_NUMBER: _builtins.int
     ENQUEUED_FIELD_NUMBER: _builtins.int
+    HANDED_FIELD_NUMBER: _builtins.int
     queued: _builtins.int
     """Plan received until the engine took it up."""
     waited: _builtins.int
@@ -561,6 +562,10 @@ class StepTimes(_message.Message):
     """The engine's own time to check the plan and to hand it to the device; where a step is computed at once it holds
     `computed`.
     """
+    handed: _builtins.int
+    """From the draft's last kernel of the proposal used until compute began, where both are on one GPU and messages stay
+    there; else 0: two clocks are not compared.
+    """
     def __init__(
         self,
         *,
@@ -571,10 +576,11 @@ class StepTimes(_message.Message):
         drafted: _builtins.int = ...,
         started: _builtins.int = ...,
         enqueued: _builtins.int = ...,
+        handed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "drafted", b"drafted", "enqueued", b"enqueued", "published", b"published", "queued", b"queued", "started", b"started", "waited", b"waited"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "drafted", b"drafted", "enqueued", b"enqueued", "handed", b"handed", "published", b"published", "queued", b"queued", "started", b"started", "waited", b"waited"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,6 +36,7 @@ class Export:
     """One for the life of a target. Tensors as in `memory.Shared`, zero at first.
 
     Attributes:
+        gpu: UUID; empty on a CPU.
         pool: its sets.
         mapped: whether a draft may have mapped it.
     """
@@ -52,7 +53,7 @@ class Export:
         self._id = export_id
         self._region = region
         self._segment = segment
-        self._gpu = gpu_uuid(device)
+        self.gpu = gpu_uuid(device)
         self._signals = signals_of(segment, device)
         lanes = [Lane(segment, self._signals, which) for which in range(SETS)]
         self.pool = Pool(lanes, segment.name, times)
@@ -92,7 +93,7 @@ class Export:
         """
         lane.store(Flag.CONSUMED, probe)
         return offer_of(
-            self.layout, self._id, self._gpu, self._region.handle, self._segment.name,
+            self.layout, self._id, self.gpu, self._region.handle, self._segment.name,
             lane.which, probe,
         )  # fmt: skip
 

@@ -116,12 +116,16 @@ class Seat:
 
 
 class Mapper:
-    """One for a draft's process; thread-safe."""
+    """One for a draft's process; thread-safe.
+
+    Attributes:
+        gpu: UUID; empty on a CPU.
+    """
 
     def __init__(self, device: torch.device, times: Times = TIMES) -> None:
         self.device = numbered(device)
         self.times = times
-        self._gpu = gpu_uuid(self.device)
+        self.gpu = gpu_uuid(self.device)
         self._mappings: dict[int, Mapping] = {}
         self._lock = threading.Lock()
 
@@ -190,10 +194,10 @@ class Mapper:
                 sweep()
 
     def _check_gpu(self, target: str) -> None:
-        if not target and not self._gpu:
+        if not target and not self.gpu:
             return
-        if not target or not self._gpu:
-            here, there = ("a GPU", "a CPU") if self._gpu else ("a CPU", "a GPU")
+        if not target or not self.gpu:
+            here, there = ("a GPU", "a CPU") if self.gpu else ("a CPU", "a GPU")
             raise Refused(f"the target runs on {there}, the draft on {here}")
-        if target == self._gpu and not driver_of(self.device).attribute("MPS_ENABLED"):
+        if target == self.gpu and not driver_of(self.device).attribute("MPS_ENABLED"):
             raise Refused("target and draft share a GPU without MPS")

@@ -25,13 +25,14 @@ class CudaTargetEnd(DeviceEnd):
 
     def __init__(
         self, session: int, first_step: int, export: Export, lane: Lane,
-        tell: Callable[[str], None], watchdog_ms: int | None = None,
+        tell: Callable[[str], None], watchdog_ms: int | None = None, *, one_gpu: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(
             session, first_step, lane, tell, export.times,
             (Flag.TARGET_BEAT, Flag.DRAFT_BEAT), (Flag.PROPOSAL, Flag.CONSUMED),
         )  # fmt: skip
         self.memory = export
+        self.one_gpu = one_gpu
         self._waits = Waits(export.times, watchdog_ms)
         self._parked: deque[tuple[int, bool, float]] = deque()  # step, for a proposal, since
         self._passed_at = self._now()

@@ -1,0 +1,114 @@
+"""The whole split step of `step_time`: two servers under MPS, then the same in one process."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.split import Load, Step, columns, driven
+from benchmarks.split_servers import Cell, servers
+from benchmarks.split_summary import summary
+from benchmarks.stack import save
+from benchmarks.step_together import together
+from slipstream.models import load_draft_config
+from slipstream.tree import TreeSpec, resolve_spec
+
+STEPS, WARM = 200, 20
+
+Failed = Callable[[str, Exception], None]
+
+
+class SplitSteps:
+    """Both ways of running a step, case by case; what fails is told to `failed`.
+
+    Attributes:
+        found: by case, `split`, `together` and `ratio`, the split step's period over the other's.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, slots: int, length: int, failed: Failed,
+        save_all: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`slots` of the servers, `length`: their --max-model-len."""
+        self._args, self._slots, self._length = args, slots, length
+        self._failed, self._save = failed, save_all
+        self._steps = 8 if args.tiny else STEPS
+        self._context = min(map(int, args.contexts.split(",")))
+        block = load_draft_config(args.draft).block_size
+        # With pinned nodes the gateway plans a tree's whole budget.
+        self._trees: dict[str, TreeSpec] = {
+            "chain": resolve_spec("chain", block_size=block),
+            "tree": resolve_spec("top2gap", args.tree_width, args.tree_nodes, block_size=block),
+        }
+        batches = sorted(set(map(int, args.batches.split(","))))
+        self._cases = [(kind, batch) for kind in self._trees for batch in (batches[0], batches[-1])]
+        self._cases = list(dict.fromkeys(self._cases))
+        self.found: dict[str, dict[str, Any]] = {}
+
+    def split(self, folder: Path) -> None:
+        """The two servers; nothing of this process may be on the GPU yet."""
+        args, on_gpu = self._args, self._args.device != "cpu"
+        cell = Cell(
+            args.target, args.draft, args.device, 1, "cuda_ipc" if on_gpu else "grpc", self._slots,
+            self._length, (args.target_share, args.draft_share),
+        )  # fmt: skip
+        try:
+            with servers(cell, folder) as both:
+                print(f"both servers ready after {both.seconds:.1f} s", flush=True)
+                for kind, batch in self._cases:
+                    self._case(f"{kind} x {batch}", "split", folder, self._split, both, kind, batch)
+        except Exception as error:
+            self._failed("split servers", error)
+
+    def together(self, target: Any, draft: Any, folder: Path) -> None:
+        """Both runners of this process, whose slots and contexts are free."""
+        for kind, batch in self._cases:
+            name = f"{kind} x {batch}"
+            self._case(name, "together", folder, self._together, target, draft, kind, batch)
+
+    def _split(self, both: Any, kind: Any, batch: int) -> list[Step]:
+        tree = self._trees[kind]
+        load = Load(batch, self._context, kind, tree.budget, tree.width)
+        with driven(both, load, both.cell.handoff) as run:
+            run.settle()
+            return run.window(self._steps, warm=WARM)
+
+    def _together(self, target: Any, draft: Any, kind: str, batch: int) -> list[Step]:
+        with together(target, draft, self._trees[kind], batch, self._context) as run:
+            return run.run(WARM + self._steps)[WARM:]
+
+    def _case(
+        self, name: str, way: str, folder: Path, work: Callable[..., list[Step]], *args: Any
+    ) -> None:
+        try:
+            steps = work(*args)
+        except Exception as error:  # the others may still be measured
+            self._failed(f"{way} {name}", error)
+            return
+        case = self.found.setdefault(name, {})
+        case[way] = summary(steps)
+        case[f"{way}_p50_us"] = case[way]["period"]["p50"]
+        save(folder / f"{way} {name}.steps.json".replace(" ", "_"), columns(steps))
+        if "split" in case and "together" in case and case["together_p50_us"]:
+            case["ratio"] = round(case["split_p50_us"] / case["together_p50_us"], 4)
+        print(f"{way:<9} {name:<12} {_line(case[way])}", flush=True)
+        self._save()
+
+    def table(self) -> None:
+        """The ratios, the last thing on the screen."""
+        for name, case in self.found.items():
+            print(
+                f"{name:<12} split {case.get('split_p50_us')} us, one process "
+                f"{case.get('together_p50_us')} us, ratio {case.get('ratio')}",
+                flush=True,
+            )
+
+
+def _line(found: dict[str, Any]) -> str:
+    parts = []
+    for name in ("period", "computed", "drafted", "round_trip", "enqueued"):
+        if found.get(name):
+            parts.append(f"{name} {found[name]['p50']} / {found[name]['p90']}")
+    return ", ".join(parts) + " us"
