@@ -87,9 +87,9 @@ class Rig(Driver[RunAheadFake]):
         assert isinstance(event, StepDone), event
         return event
 
-    def live(self, slot: int = 0, session: int = 0, **more: int) -> None:
+    def live(self, slot: int = 0, session: int = 0, limit: int = 64) -> None:
         """A request whose prefill has ended."""
-        self.admit(slot, PROMPT, **more)
+        self.admit(slot, PROMPT, limit=limit)
         before = len(self.runner.started)
         self.plan_prefill(slot, session)
         self.started(before + 1)
