@@ -33,7 +33,6 @@ from slipstream.kernels.handoff import (
 from slipstream.kernels.handoff import RING as RING_WORD
 from slipstream.layers.staging import Upload
 
-
 EPOCHS = 2**63 - 1
 """Epochs above are those of entries that nobody computes: what is said of them says nothing."""
 
