@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -47,15 +48,22 @@ class StepCopy:
         values; or nothing."""
         self._rows, self._wanted = rows, wanted
         self._result, self._logprobs = result, logprobs
+        self._found: list[EntryResult] | None = None
 
     def wait(self) -> None:
-        """Until all of it is there."""
-        self._result.read()
-        for copy in self._logprobs:
-            copy.read()
+        """Until all of it is there. Any thread."""
+        if self._found is None:
+            self._result.read()
+            for copy in self._logprobs:
+                copy.read()
 
     def read(self) -> list[EntryResult]:
         """One result for each entry; waits."""
+        if self._found is None:
+            self._found = self._read()
+        return self._found
+
+    def _read(self) -> list[EntryResult]:
         done = self._result.read()[: len(self._rows)]
         tables = [copy.read() for copy in self._logprobs]
         results: list[EntryResult] = []
@@ -85,20 +93,29 @@ class StepReadback:
         self._result, self._path = buffer(walks.result), buffer(walks.path)
         self._logprobs, self._top_ids = buffer(draws.logprobs), buffer(draws.top_ids)
         self._top_values = buffer(draws.top_values)
+        self._started: deque[StepCopy] = deque()
 
     def start(self, rows: Sequence[int], wanted: Sequence[int | None]) -> StepCopy:
-        """Starts them on the current stream."""
+        """Starts them on the current stream.
+
+        A step of many parts may start more than there are buffers for: the oldest copy is then
+        waited for and read before its buffer is written again.
+        """
+        while len(self._started) >= RING:
+            self._started.popleft().read()
         count, total = len(rows), sum(rows)
         result = self._result.start(self._walks.result[:count])
-        if all(want is None for want in wanted):
-            return StepCopy(rows, wanted, result, ())
-        logprobs = (
-            self._path.start(self._walks.path[:count]),
-            self._logprobs.start(self._draws.logprobs[:total]),
-            self._top_ids.start(self._draws.top_ids[:total]),
-            self._top_values.start(self._draws.top_values[:total]),
-        )
-        return StepCopy(rows, wanted, result, logprobs)
+        logprobs: Sequence[Copied] = ()
+        if any(want is not None for want in wanted):
+            logprobs = (
+                self._path.start(self._walks.path[:count]),
+                self._logprobs.start(self._draws.logprobs[:total]),
+                self._top_ids.start(self._draws.top_ids[:total]),
+                self._top_values.start(self._draws.top_values[:total]),
+            )
+        copy = StepCopy(rows, wanted, result, logprobs)
+        self._started.append(copy)
+        return copy
 
 
 def _logprob(own: Host, ids: Host, values: Host, row: int, want: int) -> Logprob:
@@ -129,7 +146,7 @@ class ScoreReadback:
     def __init__(self, scores: Draws, device: torch.device) -> None:
         self._sources = (scores.logprobs, scores.top_ids, scores.top_values)
         self._copies = [
-            Readback(tuple(source.shape), source.dtype, device) for source in self._sources
+            Readback(tuple(source.shape), source.dtype, device, RING) for source in self._sources
         ]
 
     def start(self, rows: int) -> ScoreCopy:

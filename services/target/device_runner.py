@@ -193,6 +193,7 @@ class DeviceRunner:
             if not parts:
                 step.link.send(link)
                 _await(link)
+                step.mark()
                 step.graphs.rejoin()
                 step.publish()
             first = 0

@@ -174,6 +174,7 @@ class DeviceStep:
         """All that is recorded, the largest first: they need the most memory."""
         pieces: dict[tuple[object, ...], Work] = {
             ("tables",): self._update_tables,
+            ("mark",): self._mark,
             ("publish",): self._publish,
         }
         for size in reversed(self.decode_buckets):
@@ -237,6 +238,10 @@ class DeviceStep:
         """Draws the first tokens of the input's entries from `hidden`."""
         self._work["first", bucket_of(self.first_buckets, entries), kind]()
 
+    def mark(self) -> None:
+        """Begins a step that computes nothing."""
+        self._work["mark",]()
+
     def publish(self) -> None:
         """Publishes the context of a step that `finish` does not end."""
         self._work["publish",]()
@@ -267,6 +272,9 @@ class DeviceStep:
             plan.proposal_tokens, plan.proposal_parents, self.stamps,
         )  # fmt: skip
 
+    def _mark(self) -> None:
+        mark(self.link.link, self.stamps)
+
     def _publish(self) -> None:
         state = self._slots.state
         publish_context(
@@ -290,7 +298,7 @@ class DeviceStep:
 
     def _known(self, size: int) -> None:
         self._update_tables()
-        mark(self.link.link, self.stamps)
+        self._mark()
         entries = min(size, self.rows.most_entries)
         rows = self.rows.first(size)
         prepare_prefill(

@@ -35,6 +35,7 @@ from services.target.steps import Begun, Steps, run_ahead
 from services.target.waiter import Waiter
 from slipstream.errors import InvalidRequest, SlipstreamError
 from slipstream.handoff.base import DeviceTargetEnd, PeerSpec, TargetEnd
+from slipstream.handoff.layout import RING
 from slipstream.v1 import common_pb2 as pb
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 0.1
 """Without a message for so long the engine checks its invariants and its session's health."""
+
+MOST_ON_THEIR_WAY = RING
+"""Steps whose results a runner has room for; a gateway that plans further ahead waits."""
 
 Emit = Callable[[Event], None]
 
@@ -133,7 +137,7 @@ class Engine:
         self._inbox.put(_Close(done))
 
     def drain(self, done: Callable[[], None]) -> None:
-        """Takes no new request; `done` is called when the last slot is free."""
+        """Takes no new request; `done` is called when the last slot is free and every step said."""
         self._inbox.put(_Drain(done))
 
     def stop(self, timeout_s: float = 10.0) -> None:
@@ -250,18 +254,22 @@ class Engine:
         self._retire_lost()
         if self._on_their_way and self._steps.alone(plan):
             self._settle()
+        while len(self._on_their_way) >= MOST_ON_THEIR_WAY:
+            self._end_first()
         begun = self._steps.begin(plan)
         self._on_their_way.append(begun)
-        if begun.flight is None:
-            self._settle()
-        else:
+        if begun.flight is not None:
             self._waiter.follow(begun.flight)
-        self._retire_lost()
+        self._end_through()
 
     def _through(self, item: _Through) -> None:
         """Ends the steps whose results are there."""
         if item.error is not None:
             raise item.error
+        self._end_through()
+
+    def _end_through(self) -> None:
+        """Ends the oldest steps as far as their results are there; waits for nothing."""
         while self._on_their_way and self._waiter.through(self._on_their_way[0].flight):
             self._say(self._steps.end(self._on_their_way.popleft()))
         self._retire_lost()
@@ -269,10 +277,14 @@ class Engine:
     def _settle(self) -> None:
         """Ends every step that is on its way; waits for them."""
         while self._on_their_way:
-            begun = self._on_their_way.popleft()
-            if begun.flight is not None:
-                self._waiter.wait(begun.flight)
-            self._say(self._steps.end(begun))
+            self._end_first()
+
+    def _end_first(self) -> None:
+        """Ends the oldest step; waits for it."""
+        begun = self._on_their_way.popleft()
+        if begun.flight is not None:
+            self._waiter.wait(begun.flight)
+        self._say(self._steps.end(begun))
 
     def _admit(self, item: Admit) -> None:
         if self._drained is not None:
@@ -377,7 +389,7 @@ class Engine:
         self._slots.forget_epochs()
 
     def _finish_drain(self) -> None:
-        if self._drained is not None and self._slots.empty:
+        if self._drained is not None and self._slots.empty and not self._on_their_way:
             done, self._drained = self._drained, _already
             done()
 

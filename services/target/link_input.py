@@ -33,6 +33,9 @@ from slipstream.kernels.handoff import (
 from slipstream.kernels.handoff import RING as RING_WORD
 from slipstream.layers.staging import Upload
 
+EPOCHS = 2**63 - 1
+"""Epochs above are those of entries that nobody computes: what is said of them says nothing."""
+
 
 class Shared(Protocol):
     """Memory that a draft may map; `slipstream.handoff.cuda_ipc.Export` is some.
@@ -92,7 +95,7 @@ class LinkInput:
         table = host[LINK_HEAD:].reshape(-1, LINK_COLUMNS)
         for column, values in (
             (SLOT, [e.slot for e in entries]),
-            (EPOCH, [e.epoch for e in entries]),
+            (EPOCH, [e.epoch & EPOCHS for e in entries]),
             (MOST, [e.most for e in entries]),
             (FIRST_NODE, [e.first_node for e in entries]),
             (JOB, [e.job for e in entries]),

@@ -120,6 +120,10 @@ class SlotTable:
             )
         return slot
 
+    def holds(self, slot: Slot) -> bool:
+        """Whether the slot is still occupied by this request."""
+        return self._slots[slot.number] is slot
+
     def has_grammar(self, number: int) -> bool:
         """Whether the request in a slot, if there is one, has a grammar."""
         slot = self._slots[number] if number < len(self._slots) else None

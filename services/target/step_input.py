@@ -54,7 +54,8 @@ class StepInput:
             }
         )
         self._spans = spans
-        self._upload = Upload((size,), torch.int32, device, RING)
+        # A step may send more than once: pages that do not fit, first tokens, parts.
+        self._upload = Upload((size,), torch.int32, device, 2 * RING)
         device_side = self._upload.device
         self.counts = device_side[spans["counts"]]
         self.slots = device_side[spans["slots"]]

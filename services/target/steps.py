@@ -184,7 +184,9 @@ class Steps:
             if number >= 0:
                 slot = jobs[number].slot
                 most = _most(plan, entry) if slot.admit.publish else 0
-                live = plan.kind is StepKind.DECODE or entry.last
+                live = plan.kind is StepKind.DECODE or (
+                    entry.last and not slot.admit.only_scored
+                )
             entries.append(LinkEntry(entry.slot, entry.epoch, most, node, number, bool(live)))
             node += entry.nodes
         awaits = any(job.entry.nodes > 1 for job in jobs)
@@ -262,8 +264,8 @@ class Steps:
         for job, rows in zip(jobs, most, strict=True):
             slot = job.slot
             count = slot.publishable(rows)
-            if count <= 0:
-                continue
+            if count <= 0 or not self._slots.holds(slot):
+                continue  # of a slot released meanwhile neither runner nor draft knows anything
             first = slot.cursor
             slot.cursor += count
             spans.append(FeatureSpan(slot.number, first, count))
@@ -279,7 +281,8 @@ class Steps:
         """Moves the cursors as the device has moved its own."""
         if self._sessions.is_current(begun.plan.session):
             for job, most in zip(begun.jobs, begun.published, strict=True):
-                job.slot.cursor += max(job.slot.publishable(most), 0)
+                if job.index < self._spec.slots:  # a link says no more entries
+                    job.slot.cursor += max(job.slot.publishable(most), 0)
 
 
 def run_ahead(runner: TargetRunner) -> RunAheadRunner | None:

@@ -303,11 +303,13 @@ def _publish_context(
         job = tl.load(own + JOB)
         known = (slot >= 0) & (slot < SLOTS)
         place = tl.where(known, slot, 0)
+        computed = known & (job >= 0)
         rows = tl.load(start + place)
-        first = tl.load(cursor + place)
-        most = tl.where(known & (job >= 0), tl.load(own + MOST), 0).to(tl.int32)
-        publish = tl.maximum(tl.minimum(rows - first, most), 0)
-        caught_up = (first + publish == rows) & (tl.load(own + LIVE) != 0)
+        # The cursor of an entry that is not computed may be moved by another of the same slot.
+        first = tl.load(cursor + place, mask=computed, other=0)
+        most = tl.where(computed, tl.load(own + MOST), 0)  # may be beyond 32 bits
+        publish = tl.maximum(tl.minimum((rows - first).to(tl.int64), most), 0).to(tl.int32)
+        caught_up = computed & (first + publish == rows) & (tl.load(own + LIVE) != 0)
         tl.store(record + _SLOT, slot)
         tl.store(record + _EPOCH, tl.load(own + EPOCH))
         tl.store(record + _FIRST, first.to(tl.int64))

@@ -200,7 +200,7 @@ class FakeTargetRunner:
             self._draw(slot, token, start + depth + 1)
             for token, depth in zip(tree.tokens, tree.depths, strict=True)
         ]
-        path = walk(tree, drawn)
+        path = walk(tree, drawn)[: self.spec.most_commits]
         room = slot.admit.limit - len(slot.tokens)
         done = cut(
             tree, path, drawn, stop_ids=slot.admit.stop_ids, room=room, min_left=0

@@ -13,33 +13,41 @@ ACTIONS = [
     *["admit"] * 4,
     *["prefill"] * 6,
     *["decode"] * 10,
+    *["land"] * 12,
     *["attach", "rewind", "release"] * 2,
     *["bad_plan", "misnumbered_plan", "detach", "lose_gateway"],
 ]
 
 
-@settings(
-    max_examples=80,
-    deadline=None,
-    database=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
-@given(
-    actions=st.lists(st.sampled_from(ACTIONS), min_size=30, max_size=120), seed=st.integers(0, 99)
-)
-def random_life(actions: list[str], seed: int) -> None:
-    machine = Machine(seed)
-    for action in actions:
-        getattr(machine, action)()
-        machine.books_agree()
-    machine.lose_gateway()
+def life(ahead: bool) -> None:
+    @settings(
+        max_examples=80,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        actions=st.lists(st.sampled_from(ACTIONS), min_size=30, max_size=160),
+        seed=st.integers(0, 99),
+    )
+    def random_life(actions: list[str], seed: int) -> None:
+        machine = Machine(seed, ahead)
+        for action in actions:
+            getattr(machine, action)()
+            machine.books_agree()
+        machine.lose_gateway()
 
-
-def test_random_commands() -> None:
-    SEEN.clear()
     random_life()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+def test_random_commands(ahead: bool) -> None:
+    SEEN.clear()
+    life(ahead)
     assert min(SEEN["accepted"], SEEN["padding"], SEEN["finished"]) >= 10, SEEN
+    if ahead:
+        assert min(SEEN["ahead"], SEEN["late"], SEEN["published"]) >= 10, SEEN
 
 
 def test_pages_are_neighbours_where_they_can_be() -> None:
