@@ -23,9 +23,9 @@ from slipstream.kernels.attention import TritonAttention
 from slipstream.kernels.blocks import lay_out
 from slipstream.kernels.candidates import CandidateScratch, candidates
 from slipstream.kernels.grow import NODE_CLASSES, NODE_INTS, grow
-from slipstream.kernels.intake import update_tables
 from slipstream.kernels.norm import embed, head
 from slipstream.kernels.rope_kv import rope_context
+from slipstream.kernels.tables import update_tables
 from slipstream.layers.attention_device import DeviceAttention, TorchAttention
 from slipstream.layers.device_rows import DeviceRows, Mask
 from slipstream.layers.graphs import Graphs, Work, bucket_of, buckets

@@ -30,11 +30,10 @@ from slipstream.kernels.intake import (
     TreeRows,
     prepare_prefill,
     prepare_rows,
-    set_starts,
-    update_tables,
 )
 from slipstream.kernels.norm import embed, head
 from slipstream.kernels.score import score
+from slipstream.kernels.tables import set_starts, update_tables
 from slipstream.kernels.walk import Walks, walk
 from slipstream.layers.attention_device import DeviceAttention, TorchAttention
 from slipstream.layers.device_rows import DeviceRows, Mask

@@ -184,9 +184,7 @@ class Steps:
             if number >= 0:
                 slot = jobs[number].slot
                 most = _most(plan, entry) if slot.admit.publish else 0
-                live = plan.kind is StepKind.DECODE or (
-                    entry.last and not slot.admit.only_scored
-                )
+                live = plan.kind is StepKind.DECODE or (entry.last and not slot.admit.only_scored)
             entries.append(LinkEntry(entry.slot, entry.epoch, most, node, number, bool(live)))
             node += entry.nodes
         awaits = any(job.entry.nodes > 1 for job in jobs)

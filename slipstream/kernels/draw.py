@@ -16,6 +16,7 @@ from slipstream.kernels.draw_buffers import CHUNK as _CHUNK
 from slipstream.kernels.draw_buffers import Draws as Draws
 from slipstream.kernels.draw_buffers import DrawScratch as DrawScratch
 from slipstream.kernels.draw_buffers import RowMasks as RowMasks
+from slipstream.kernels.draw_greedy import draw_greedy as draw_greedy
 from slipstream.kernels.edits import LOWEST, edited, key_id, key_value, number, order_key
 from slipstream.kernels.intake import TreeRows
 from slipstream.kernels.noise import gumbel_run
@@ -37,56 +38,8 @@ from slipstream.kernels.slot_state import (
 )
 from slipstream.layers.device_rows import DeviceRows
 
-_GREEDY_CHUNK = 4096
 _BLOCK = 4096
 _COLUMNS = tl.constexpr(WORDS)
-
-
-def draw_greedy(logits: Tensor, row0: int, tokens: Tensor, scratch: DrawScratch) -> None:
-    """tokens[row0 + i] = the largest of logits[i], of equals the lowest id.
-
-    NaN counts as -inf; a row without any finite logit gives 0. Padding rows are drawn too.
-
-    Args:
-        logits: (n, V) fp32, rows contiguous; n at most the scratch's rows.
-        row0: row of the step that logits[0] is.
-        tokens: (R,) int32.
-    """
-    rows, vocab_size = logits.shape
-    chunks = triton.cdiv(vocab_size, _GREEDY_CHUNK)
-    _largest[(rows, chunks)](
-        logits,
-        scratch.keys,
-        STRIDE=logits.stride(0),
-        V=vocab_size,
-        CHUNKS=chunks,
-        CHUNK=_GREEDY_CHUNK,
-        num_warps=8,
-    )
-    _take_largest[(rows,)](
-        scratch.keys, tokens, row0, CHUNKS=chunks, LANES=triton.next_power_of_2(chunks), num_warps=1
-    )
-
-
-@triton.jit
-def _largest(
-    logits, keys, STRIDE: tl.constexpr, V: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr
-):
-    row = tl.program_id(0)
-    chunk = tl.program_id(1)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = ids < V
-    value = tl.load(logits + row.to(tl.int64) * STRIDE + ids, mask=inside, other=float("-inf"))
-    best = tl.max(tl.where(inside, order_key(value, ids), LOWEST), 0)
-    tl.store(keys + row * CHUNKS + chunk, best)
-
-
-@triton.jit(do_not_specialize=["row0"])
-def _take_largest(keys, tokens, row0, CHUNKS: tl.constexpr, LANES: tl.constexpr):
-    row = tl.program_id(0)
-    lane = tl.arange(0, LANES)
-    best = tl.max(tl.load(keys + row * CHUNKS + lane, mask=lane < CHUNKS, other=LOWEST), 0)
-    tl.store(tokens + row0 + row, key_id(best))
 
 
 def draw_full(

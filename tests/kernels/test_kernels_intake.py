@@ -14,9 +14,8 @@ from slipstream.kernels.intake import (
     TreeRows,
     prepare_prefill,
     prepare_rows,
-    set_starts,
-    update_tables,
 )
+from slipstream.kernels.tables import set_starts, update_tables
 from slipstream.layers.device_rows import DeviceRows
 from slipstream.layers.rows import unpack_bits
 from slipstream.tree import Tree, ancestor_bits, repair
