@@ -8,6 +8,7 @@ the trace. Until SIGUSR1 the process is a plain target.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -89,9 +90,9 @@ class Profiled:
 def profile_window(pid: int, out: Path, run: Callable[[], Any], timeout_s: float = 90.0) -> Any:
     """Has the process `pid` profile itself while `run` runs; returns its report.
 
-    Raises RuntimeError when it does not begin, or end, in time, or failed.
+    What `run` raises is noted there: what was seen until then still counts. Raises RuntimeError
+    when the profiler does not begin, or end, in time, or failed.
     """
-    import json
 
     def wait(states: Sequence[str]) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
@@ -106,15 +107,18 @@ def profile_window(pid: int, out: Path, run: Callable[[], Any], timeout_s: float
     out.unlink(missing_ok=True)
     os.kill(pid, signal.SIGUSR1)
     said = wait(("started", "failed"))
+    interrupted = ""
     if said["state"] == "started":
         try:
             run()
+        except RuntimeError as error:
+            interrupted = str(error)
         finally:
             os.kill(pid, signal.SIGUSR2)
         said = wait(("done", "failed"))
     if said["state"] == "failed":
         raise RuntimeError(f"the profiler failed: {said['error']}")
-    return said
+    return said | ({"interrupted": interrupted} if interrupted else {})
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,8 +24,14 @@ from slipstream.serving import SWITCH_S
 from slipstream.v1 import common_pb2, target_pb2
 
 CONNECT_S = 30.0
+SESSION_S = 5.0
+"""After the scheduler is ready, which waits for the draft itself for some seconds."""
+
 STEADY_STEPS = 8
 """Steps in a row that have all requests, each with its whole tree, before anything is measured."""
+
+KEPT = 20
+"""Most refusals that are kept, to say what went wrong."""
 
 Kind = Literal["chain", "tree"]
 
@@ -92,6 +98,10 @@ class Step:
     handed: int
 
 
+class NoSession(RuntimeError):
+    """Target and draft cannot be connected as wanted: no other load will fare better."""
+
+
 class Watch:
     """Keeps the steps of a cell as they pass, and what was said of its sessions."""
 
@@ -101,6 +111,7 @@ class Watch:
         self.transports: list[str] = []
         self.detached: list[str] = []
         self.ended: list[str] = []
+        self.rejected: list[str] = []
         self.changed = threading.Condition()
         self._plans: dict[int, tuple[int, tuple[int, ...], int]] = {}
 
@@ -123,6 +134,8 @@ class Watch:
             self._step(event.step_done, int(1e9 * message.at))
         elif kind == "attached" and message.peer is Peer.TARGET:
             self._note(self.transports, event.attached.transport)
+        elif kind == "rejected" and len(self.rejected) < KEPT:
+            self.rejected.append(f"{message.peer.value}: {event.rejected.reason}")
         elif kind == "detached":
             self._note(self.detached, f"{message.peer.value}: {event.detached.reason}")
 
@@ -239,11 +252,12 @@ class Driven:
             while not until():
                 self._servers.check()
                 if before != (len(watch.detached), len(watch.ended)):
-                    raise RuntimeError(f"waiting for {what}: {watch.detached} {watch.ended}")
+                    said = (*watch.detached, *watch.ended, *watch.rejected)
+                    raise RuntimeError(f"waiting for {what}: {said}")
                 if time.monotonic() > deadline:
                     raise RuntimeError(
                         f"waiting for {what}: {len(watch.steps)} steps in {timeout:g} s, the last"
-                        f" {watch.steps[-1:]}"
+                        f" {watch.steps[-1:]}; refused: {watch.rejected}"
                     )
                 watch.changed.wait(0.5)
 
@@ -252,7 +266,7 @@ class Driven:
 def driven(servers: Servers, load: Load, transport: str = "") -> Iterator[Driven]:
     """`load` on the servers, not yet steady.
 
-    Raises RuntimeError when the session is not over `transport`, where that is given.
+    Raises NoSession when the session is not over `transport`, where that is given.
     """
     servers.check()
     sys.setswitchinterval(SWITCH_S)  # as in a gateway
@@ -268,9 +282,10 @@ def driven(servers: Servers, load: Load, transport: str = "") -> Iterator[Driven
     try:
         scheduler.wait_ready(CONNECT_S)
         with watch.changed:
-            met = watch.changed.wait_for(lambda: watch.transports, CONNECT_S)
+            met = watch.changed.wait_for(lambda: watch.transports, SESSION_S)
         if not met or (transport and watch.transports[-1] != transport):
-            raise RuntimeError(f"no session over {transport}: {watch.transports} {watch.detached}")
+            said = (*watch.transports, *watch.rejected, *watch.detached, *watch.ended)
+            raise NoSession(f"no session over {transport}: {tuple(dict.fromkeys(said))}")
         yield Driven(servers, load, scheduler, watch)
         if fatal:
             raise RuntimeError(f"the scheduler failed: {fatal}")

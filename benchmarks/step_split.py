@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.split import Load, Step, columns, driven
+from benchmarks.split import Load, NoSession, Step, columns, driven
 from benchmarks.split_servers import Cell, servers
 from benchmarks.split_summary import summary
 from benchmarks.stack import save
@@ -84,6 +84,8 @@ class SplitSteps:
     ) -> None:
         try:
             steps = work(*args)
+        except NoSession:
+            raise
         except Exception as error:  # the others may still be measured
             self._failed(f"{way} {name}", error)
             return

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.profiled_target import profile_window
-from benchmarks.split import Driven, Load, Step, columns, driven
+from benchmarks.split import Driven, Load, NoSession, Step, columns, driven
 from benchmarks.split_servers import Cell, Servers, servers
 from benchmarks.split_summary import periods, summary
 from benchmarks.stack import save
+from benchmarks.timeline_bars import bars, line
 from slipstream.hardware import describe
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -69,6 +70,8 @@ class Report:
         try:
             self.result["cases"][name] = found = work(*args)
             print(f"{name:<28} {line(found)}", flush=True)
+        except NoSession:
+            raise
         except Exception as error:  # the others may still be measured
             self.failed(name, error)
         self.save()
@@ -93,6 +96,8 @@ class Report:
         print(f"\n{self.out.name}: {self.result['seconds']} s, us")
         for name, found in self.result["cases"].items():
             print(f"{name:<28} {line(found)}")
+        for bar in self.result.get("bars", ()):
+            print(("reached  " if bar["reached"] else "MISSED   ") + bar["text"])
         for failure in self.result["failures"]:
             print(
                 f"{failure['case']:<28} FAILED: {failure['error'].strip().splitlines()[-1][:200]}"
@@ -201,36 +206,6 @@ class Run:
             }
 
 
-def line(found: dict[str, Any]) -> str:
-    """One case in one line."""
-    if "cost" in found:
-        one, two = found["period"]
-        return f"{found['delay_ms']:g} ms: {one} -> {two}, cost {100 * found['cost']:.2f} %"
-    if "faster" in found:
-        cycles = [found[mode][-1]["period"]["p50"] for mode in ("off", "on")]
-        return (
-            f"cycle {cycles[0]} -> {cycles[1]}, x {found['faster']}, busy {found['busy_off']} -> "
-            f"{found['busy_on']}"
-        )
-    if "trace" in found:
-        trace = found["trace"]
-        waits = [
-            f"{row['name']} {row['per_step']}" for row in found["python"]["engine"]
-            if "ynchronize" in row["name"]
-        ]  # fmt: skip
-        return (
-            f"blocking calls a step {trace.get('blocking_per_step', trace['calls'])}, gpu "
-            f"{trace['gpu']}, waits in Python {waits}"
-        )
-    period, enqueued = found["period"] or {}, found["enqueued"] or {}
-    parts = [f"period {period.get('p50')} / p90 {period.get('p90')}"]
-    for name in ("computed", "drafted", "round_trip", "handed", "back"):
-        if found.get(name):
-            parts.append(f"{name} {found[name]['p50']} / {found[name]['p90']}")
-    parts.append(f"enqueued {enqueued.get('p50')} / p99 {enqueued.get('p99')}")
-    return ", ".join([*parts, f"busy {found['busy']}", f"nodes {found['nodes_mean']}"])
-
-
 def gpu_facts() -> Any:
     """The GPU as another process sees it: this one never opens it."""
     code = (
@@ -265,6 +240,7 @@ def run(args: argparse.Namespace) -> int:
             Run(both, args, report).all(profile)
     except Exception as error:
         report.failed("servers", error)
+    report.result["bars"] = bars(report.result["cases"], args.gpus)
     report.save()
     report.table()
     return 1 if report.result["failures"] else 0
