@@ -155,13 +155,18 @@ class Steps:
                 started=begun.began,
             )
         idle = self._clock.idle(stamps)
+        started = self._clock.monotonic(stamps.began, stamps.ended, seen)
+        waited = begun.began - begun.taken if begun.named else 0
+        if begun.link is not None and begun.link.awaits:
+            # Before the step was on the stream the device waited for a plan, not for the draft.
+            waited = min(idle, max(started - begun.began, 0))
         drafted = stamps.draft_ended - stamps.draft_began
         return Times(
             queued=queued,
-            waited=begun.began - begun.taken if begun.named else idle,
+            waited=waited,
             computed=stamps.ended - stamps.began,
             drafted=begun.drafted or max(drafted, 0),
-            started=self._clock.monotonic(stamps.began, stamps.ended, seen),
+            started=started,
         )
 
     def _link(self, plan: Plan, jobs: Sequence[Job]) -> Link | None:
@@ -178,9 +183,7 @@ class Steps:
             if number >= 0:
                 slot = jobs[number].slot
                 most = _most(plan, entry) if slot.admit.publish else 0
-                live = plan.kind is StepKind.DECODE or (
-                    entry.last and not slot.admit.only_scored
-                )
+                live = plan.kind is StepKind.DECODE or (entry.last and not slot.admit.only_scored)
             entries.append(LinkEntry(entry.slot, entry.epoch, most, node, number, bool(live)))
             node += entry.nodes
         awaits = any(job.entry.nodes > 1 for job in jobs)

@@ -24,7 +24,7 @@ from services.target.commands import (
     StepKind,
 )
 from services.target.engine import MOST_ON_THEIR_WAY
-from services.target.runner import Finish
+from services.target.runner import Finish, Stamps
 from slipstream.errors import PeerLost
 from slipstream.grammar import Grammar, GrammarKind
 from slipstream.handoff.base import ProposedTree
@@ -459,3 +459,17 @@ def test_more_entries_than_slots(rig: Rig) -> None:
     assert tokens(rig.land()[0], 8) == WANT[1:2]
     (slot,) = rig.engine._slots
     assert slot.cursor == 3
+
+
+def test_a_pause_of_the_gateway_is_no_wait_for_the_draft(rig: Rig) -> None:
+    rig.runner.stamp = lambda: Stamps(began=time.monotonic_ns(), ended=time.monotonic_ns())
+    rig.attach_device()
+    rig.live(session=7)
+    waited: list[int] = []
+    for reserve, nodes in ((7, 4), (5, 1)):
+        time.sleep(0.3)
+        rig.plan(StepKind.DECODE, entry(0, reserve, nodes=nodes), session=7)
+        rig.started(len(waited) + 2)
+        time.sleep(0.05)
+        waited.append(rig.land()[0].times.waited)
+    assert 0.04e9 < waited[0] < 0.3e9 and waited[1] == 0
