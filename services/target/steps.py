@@ -156,16 +156,21 @@ class Steps:
                 enqueued=begun.computed - begun.began,
             )
         idle = self._clock.idle(stamps)
+        started = self._clock.monotonic(stamps.began, stamps.ended, seen)
+        waited = begun.began - begun.taken if begun.named else 0
+        if begun.link is not None and begun.link.awaits:
+            # Before the step was on the stream the device waited for a plan, not for the draft.
+            waited = min(idle, max(started - begun.began, 0))
         drafted = stamps.draft_ended - stamps.draft_began
         handed = 0
         if begun.link is not None and begun.link.end.one_gpu and stamps.draft_ended:
             handed = max(stamps.began - stamps.draft_ended, 0)
         return Times(
             queued=queued,
-            waited=begun.began - begun.taken if begun.named else idle,
+            waited=waited,
             computed=stamps.ended - stamps.began,
             drafted=begun.drafted or max(drafted, 0),
-            started=self._clock.monotonic(stamps.began, stamps.ended, seen),
+            started=started,
             enqueued=begun.computed - begun.began,
             handed=handed,
         )

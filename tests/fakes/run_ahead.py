@@ -40,6 +40,7 @@ class FakeDeviceEnd:
     """
 
     transport: Literal["cuda_ipc"] = "cuda_ipc"
+    one_gpu = False
 
     def __init__(self, session: int, which: int = 0) -> None:
         self.session, self.which = session, which
@@ -94,6 +95,7 @@ class FakeFlight:
     landed: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
     read: bool = False
+    stamp: Stamps = Stamps()
 
     def wait(self) -> None:
         assert self.landed.wait(WAIT_S), "nobody let the step end"
@@ -107,7 +109,7 @@ class FakeFlight:
         return self.found
 
     def stamps(self) -> Stamps:
-        return Stamps()
+        return self.stamp
 
 
 class RunAheadFake(FakeTargetRunner):
@@ -115,6 +117,7 @@ class RunAheadFake(FakeTargetRunner):
 
     Attributes:
         shared: given to the connector.
+        stamp: when a step happened; asked for as it ends.
         held: steps end when the test calls `land`; otherwise as soon as they are started.
         started: (kind, slots) of every step.
         unread: flights whose results were not taken yet.
@@ -125,6 +128,7 @@ class RunAheadFake(FakeTargetRunner):
         super().__init__(**more)
         self.spec = replace(self.spec, most_commits=MOST_COMMITS)
         self.shared: Any = object()
+        self.stamp: Callable[[], Stamps] = Stamps
         self.held = True
         self.started: list[tuple[str, tuple[int, ...]]] = []
         self.unread: deque[FakeFlight] = deque()
@@ -219,6 +223,7 @@ class RunAheadFake(FakeTargetRunner):
                 self._publish(flight.link)
         except BaseException as raised:
             flight.error = raised
+        flight.stamp = self.stamp()
         flight.landed.set()
 
     def _end_where(self, flight: FakeFlight, found: Sequence[EntryResult]) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from services.target.device_loading import device_runner
-from services.target.device_readback import FeatureReadback
+from services.target.device_loading import device_runner, share
+from services.target.device_readback import FeatureReadback, StepReadback
 from services.target.device_runner import DeviceRunner
 from services.target.grammar import Vocabulary
 from services.target.kv_cache import KVCache
@@ -22,6 +22,8 @@ from services.target.runner import (
     TargetSpec,
 )
 from slipstream.grammar import Grammar, GrammarKind
+from slipstream.handoff.layout import RING
+from slipstream.kernels.walk import HEADER
 from slipstream.models import CausalLM, ContextProjector
 from slipstream.params import SamplingParams
 from tests.fakes.target_driver import Driver
@@ -45,9 +47,12 @@ SHORT = 24 if torch.cuda.is_available() else 4  # tokens of a request
 
 
 def on_device(
-    pair: Pair, device: torch.device, with_head: bool = True, **more: Any
+    pair: Pair, device: torch.device, with_head: bool = True, shares: bool = False, **more: Any
 ) -> DeviceRunner:
-    """The device's runner of a pair in fp32, as small as the tests need it."""
+    """The device's runner of a pair in fp32, as small as the tests need it.
+
+    `shares`: a draft may map its features; whoever asks for that closes `shared`.
+    """
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
     model = CausalLM.load(pair.target, torch.float32, device)
@@ -60,12 +65,14 @@ def on_device(
         page_size=8, max_nodes=256, max_prefill_rows=64, feature_width=width,
         grammars=True,
     )  # fmt: skip
+    shared = share(spec, device) if shares else None
     cache = KVCache(
         layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
         pages=200, page_size=8, dtype=torch.float32, feature_width=width,
         feature_dtype=torch.float32, device=device,
+        features=None if shared is None else shared.features,
     )  # fmt: skip
-    fields = {"decode_rows": 64, "vocabulary": vocabulary} | more
+    fields = {"decode_rows": 64, "vocabulary": vocabulary, "shared": shared} | more
     return device_runner(model, projector, spec, cache, device=device, **fields)
 
 
@@ -229,3 +236,14 @@ def test_more_slots_than_rows_of_a_step(pair: Pair, device: torch.device) -> Non
     assert [len(result.tokens) for result in small.prefill(entries)] == [1] * 6
     trees = [DecodeEntry(slot, 3, 5, 4, ([5, 6, 7], [-1, 0, 0]), [slot]) for slot in (0, 1)]
     assert all(result.tokens for result in small.decode(trees))
+
+
+def test_more_results_than_there_are_buffers(runner: DeviceRunner) -> None:
+    """Those of steps of many parts, none of them read before the last has started."""
+    step = runner._step
+    reader = StepReadback(step.walks, step.draws, step.device)
+    copies = []
+    for part in range(2 * RING + 3):
+        step.walks.result[0, : HEADER + 1] = torch.tensor([1, 0, 0, 1, part], dtype=torch.int32)
+        copies.append(reader.start([1], [None]))
+    assert [list(copy.read()[0].tokens) for copy in copies] == [[part] for part in range(19)]
