@@ -77,14 +77,15 @@ class StepInput:
         host = self._begin([e.slot for e in entries], [e.rows for e in entries], updates)
         tokens, parents = self._part(host, "proposal_tokens"), self._part(host, "proposal_parents")
         counts, at = self._part(host, "proposal_counts"), 0
+        counts[: len(entries)] = 0
         for index, entry in enumerate(entries):
-            proposed_tokens, proposed_parents = entry.proposed or ((), ())
-            count = len(proposed_tokens)
-            if count != len(proposed_parents) or count > entry.nodes:
-                count = 0
-            counts[index] = count
-            tokens[at : at + count] = _clipped(proposed_tokens[:count])
-            parents[at : at + count] = _clipped(proposed_parents[:count])
+            if entry.proposed is not None:
+                proposed_tokens, proposed_parents = entry.proposed
+                count = len(proposed_tokens)
+                if count == len(proposed_parents) and count <= entry.nodes:
+                    counts[index] = count
+                    tokens[at : at + count] = _clipped(proposed_tokens)
+                    parents[at : at + count] = _clipped(proposed_parents)
             at += entry.rows
         self._upload.send()
 
