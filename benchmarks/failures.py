@@ -159,7 +159,7 @@ def kill_target(bench: Bench) -> dict[str, Any]:
 
 def attach_often(bench: Bench) -> dict[str, Any]:
     """Case e."""
-    count = bench.args.attaches or (60 if bench.quick else 1000)
+    count = bench.args.attaches or (200 if bench.quick else 1000)
     cell = bench.cell(gateway=False)
     return attaches(cell, count, bench.args.case_s, on_devices=not bench.where.cpu)
 

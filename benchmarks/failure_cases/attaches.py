@@ -16,6 +16,9 @@ from benchmarks.failure_cases.gauges import Sight, growth, look
 WARM_UP = 10
 """One attach in so many comes before the first look, and so many looks are taken after it."""
 
+LEAST_WARM = 100
+"""Attaches after which heaps have their size."""
+
 STEPS_EVERY = 10
 DECODES = 4
 SETTLE_S = 0.3
@@ -27,7 +30,7 @@ def attaches(cell: Cell, count: int, limit_s: float, on_devices: bool) -> dict[s
     deadline = time.monotonic() + limit_s
     after = len(cell.lines())
     pids = {name: cell.pid(name) for name in SERVERS}
-    warm = max(2, count // WARM_UP)
+    warm = max(count // WARM_UP, min(LEAST_WARM, count // 2))
     every = max(1, (count - warm) // (2 * WARM_UP))
     sights: list[Sight] = []
     times: list[float] = []

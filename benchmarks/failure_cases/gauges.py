@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import re
 import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +34,8 @@ _COUNTED = {
     "free_pages": "free_pages",
     "waiting": "queue_length",
 }
+
+_MAPPED = re.compile(r"/dev/shm/(slipstream-\S+)")
 
 Counts = dict[str, float]
 
@@ -133,7 +138,7 @@ class Sight:
 
     Attributes:
         at: the count that growth is stated by, attaches or seconds.
-        segments: files of ours in /dev/shm.
+        segments: see `segments`.
         devices: KiB used of each GPU, by whomever.
     """
 
@@ -159,7 +164,29 @@ def look(at: float, pids: dict[str, int]) -> Sight:
             held[name] = Held.of(pid, gpu)
         except OSError:
             continue
-    return Sight(at, held, len(list(Path("/dev/shm").glob("slipstream-*"))), devices)
+    return Sight(at, held, segments(pids.values()), devices)
+
+
+def segments(pids: Iterable[int]) -> int:
+    """Segments that one of the processes maps, and those whose owner is gone."""
+    mapped: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            mapped |= set(_MAPPED.findall((Path("/proc") / str(pid) / "maps").read_text()))
+    found = 0
+    for path in Path("/dev/shm").glob("slipstream-*"):
+        found += path.name in mapped or _ownerless(path)
+    return found
+
+
+def _ownerless(path: Path) -> bool:
+    """Whether nobody holds the lock that the owner of a segment holds."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+    except OSError:
+        return False
 
 
 def gpu_memory() -> tuple[dict[int, int], list[int]]:
@@ -203,10 +230,12 @@ LIMITS: dict[str, tuple[float, float]] = {
 by a few pages while nothing is lost."""
 
 
-def growth(sights: Sequence[Sight], factor: float = 1.0) -> dict[str, dict[str, Any]]:
+def growth(
+    sights: Sequence[Sight], factor: float = 1.0, rss: float = 0.0
+) -> dict[str, dict[str, Any]]:
     """First and last value of every number, its slope by least squares, and whether it is flat.
 
-    `factor` widens the limits.
+    `factor` widens the limits; `rss` is the one in all of that memory, if it is more.
     """
     if len(sights) < 2:
         return {}
@@ -215,7 +244,9 @@ def growth(sights: Sequence[Sight], factor: float = 1.0) -> dict[str, dict[str, 
     found: dict[str, dict[str, Any]] = {}
     for name in rows[0]:
         pairs = [(s.at, row[name]) for s, row in zip(sights, rows, strict=True) if name in row]
-        per, whole = LIMITS[name.rpartition(" ")[2]]
+        kind = name.rpartition(" ")[2]
+        per, whole = LIMITS[kind]
+        whole = max(whole, rss) if kind == "rss" else whole
         first, last = pairs[0][1], pairs[-1][1]
         most = max(per * span, whole) * factor
         found[name] = {
