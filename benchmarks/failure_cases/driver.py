@@ -33,7 +33,7 @@ class Driver:
         self._draft: Link[draft_pb2.DraftCommand] = Link(
             self._cell, Peer.DRAFT, draft_pb2.DraftCommand, "benchmark"
         )
-        self._links = {Peer.TARGET: self._target, Peer.DRAFT: self._draft}
+        self._links: dict[Peer, Link[Any]] = {Peer.TARGET: self._target, Peer.DRAFT: self._draft}
         self._address = draft
         self._ready: dict[Peer, Any] = {}
         self._step = 0
@@ -168,7 +168,7 @@ class Driver:
         self._until(of_session, timeout_s)
         return found
 
-    def _until(self, wanted: Callable[[Received], bool], timeout_s: float) -> Received:
+    def _until(self, wanted: Callable[[Received], bool], timeout_s: float) -> Any:
         deadline = time.monotonic() + timeout_s
         while True:
             event = self._next(deadline)
