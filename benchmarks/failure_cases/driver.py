@@ -44,17 +44,17 @@ class Driver:
     def connect(self, timeout_s: float) -> None:
         """Opens the streams that are not open; tries until a server that starts is there."""
         deadline = time.monotonic() + timeout_s
-        for peer, link in self._links.items():
-            while not link.open:
-                link.connect()
-                event = self._next(deadline, lost=True, peer=peer)
-                if isinstance(event, Lost):
-                    link.lost(time.monotonic())
-                    time.sleep(0.1)
-                    continue
-                self._ready[peer] = event.event.ready
-                if peer is Peer.TARGET:
-                    self._step = event.event.ready.last_step
+        while closed := [peer for peer, link in self._links.items() if not link.open]:
+            peer, link = closed[0], self._links[closed[0]]
+            link.connect()
+            event = self._next(deadline, lost=True, peer=peer)
+            if isinstance(event, Lost):
+                link.lost(time.monotonic())
+                time.sleep(0.1)
+                continue
+            self._ready[peer] = event.event.ready
+            if peer is Peer.TARGET:
+                self._step = event.event.ready.last_step
         check_pair(self._ready[Peer.TARGET], self._ready[Peer.DRAFT])
 
     def lost(self) -> None:
@@ -187,7 +187,12 @@ class Driver:
                 if time.monotonic() > deadline:
                     raise RuntimeError("no answer in time") from None
                 continue
-            if event.life != self._links[event.peer].life or (peer and event.peer is not peer):
+            link = self._links[event.peer]
+            if event.life != link.life or not link.open:
+                continue
+            if peer and event.peer is not peer:
+                if isinstance(event, Lost):
+                    link.lost(time.monotonic())
                 continue
             if isinstance(event, Lost) and not lost:
                 raise RuntimeError(f"lost the {event.peer.value}: {event.error}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,7 +85,11 @@ def strike(
     after = len(cell.lines())
     pids = {name: cell.pid(name) for name in ("target", "draft", "gateway")}
     batch = Batch.start(cell.url, plan.bodies, plan.answer_s + plan.back_s)
-    row: dict[str, Any] = {"transports_before": cell.transports()[-1:]}
+    row: dict[str, Any] = {"transports_before": cell.transports()[-1:], "back_s": None}
+
+    def back() -> None:
+        row["back_s"] = _rounded(cell.until_back(victim, pids[victim], plan.back_s))
+
     with Sampler(cell.url) as sampler:
         if not batch.until(int(plan.tokens * random.uniform(0.25, 0.35)), plan.answer_s):
             batch.join(1)
@@ -96,13 +101,12 @@ def strike(
             cell.kill(victim, signal.SIGCONT)
         else:
             hit = cell.kill(victim, signal.SIGKILL)
+            threading.Thread(target=back, daemon=True).start()
         ended = batch.join(plan.answer_s + plan.back_s)
         row |= _times(batch, began, hit, plan, survives)
         row["all_ended"] = ended
         row["errors"] = batch.errors[:5]
         row["different"] = batch.different(wanted)[:5]
-        if not stopped_s:
-            row["back_s"] = _rounded(cell.until_back(victim, pids[victim], plan.back_s))
         if not survives:
             eventually(lambda: bool(cell.pid("target") and cell.pid("draft")), plan.back_s)
         row["drafting"] = drafting(cell, plan, wanted, hit)

@@ -62,7 +62,7 @@ KINDS = (
     Kind(SamplingParams(logit_bias={5: 2.0, 7: -3.0}, frequency_penalty=0.4), logprobs=2),
     Kind(SamplingParams(temperature=1.0, seed=5, top_k=20), stop=(297,)),
     Kind(logprobs=1),
-    Kind(SamplingParams(banned_ids=(4, 6), min_p=0.05, temperature=0.7, seed=3)),
+    Kind(SamplingParams(banned_ids=frozenset((4, 6)), min_p=0.05, temperature=0.7, seed=3)),
 )
 
 
