@@ -36,6 +36,8 @@ from benchmarks.failure_cases.strikes import Plan, strike, undisturbed
 from benchmarks.stack import machine, save
 from slipstream.cli.recovery import RestartPolicy
 
+WARMUPS = ("TARGET_WARMUP", "DRAFT_WARMUP")
+
 Case = Callable[["Bench"], dict[str, Any]]
 
 
@@ -46,6 +48,7 @@ class Bench:
     args: argparse.Namespace
     where: Where
     out: Path
+    given: frozenset[str] = frozenset(os.environ)
     _cell: Cell | None = None
     _kind: tuple[object, ...] = ()
     _wanted: dict[str, Any] = field(default_factory=dict)
@@ -77,11 +80,27 @@ class Bench:
             ]
             options += ["--start-timeout-s", str(self.args.start_s), *self.args.up.split()]
             log = self.out.with_suffix(".log")
+            self._make_starts_short(slots, gateway)
             restarts = RestartPolicy(1000, first_pause_s=0.1, longest_pause_s=0.1)
             made = Cell(options, log, restarts=restarts if often else None, gateway=gateway)
             self._cell, self._kind = made.start(self.args.start_s + 30), kind
             self._wanted.clear()
         return self._cell
+
+    def _make_starts_short(self, slots: int, gateway: bool) -> None:
+        """Servers record no more than is used here, and measure nothing that nobody asks for."""
+        short: dict[str, str] = {}
+        if not self.where.cpu:
+            short["TARGET_MAX_DECODE_ROWS"] = str(max(256, 16 * slots))
+            short["TARGET_MAX_PREFILL_ROWS"] = "512"
+        if self.quick or self.where.cpu or not gateway:
+            short |= {"TARGET_WARMUP": "false", "DRAFT_WARMUP": "false"}
+        for name in ("TARGET_MAX_DECODE_ROWS", "TARGET_MAX_PREFILL_ROWS", *WARMUPS):
+            full = f"SLIPSTREAM_{name}"
+            if full not in self.given:
+                os.environ.pop(full, None)
+                if name in short:
+                    os.environ[full] = short[name]
 
     def wanted(self, cell: Cell) -> list[list[int]]:
         """What the streams of `plan` answer when nothing happens."""
@@ -275,9 +294,6 @@ def main() -> None:
     os.environ.setdefault("SLIPSTREAM_GATEWAY_RECOVER_TIMEOUT", "240")
     if where.cpu:  # else it is learnt, from steps of another machine's length
         os.environ.setdefault("SLIPSTREAM_TARGET_WATCHDOG_MS", str(args.watchdog_ms))
-    if args.quick or where.cpu:
-        for name in ("TARGET", "DRAFT"):
-            os.environ.setdefault(f"SLIPSTREAM_{name}_WARMUP", "false")
     bench = Bench(args, where, args.out)
     with stopped_like_an_error():
         try:
