@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -218,8 +217,12 @@ def beside_a_parked_session(draft: Draft, watch: Watch) -> None:
     assert engine.stop() is None and other.stop() is None
 
 
-def proof(draft: Draft) -> Any:
+def proof(draft: Draft) -> Watch:
     """Runs it; the watch."""
     watch = Watch()
-    beside_a_parked_session(draft, watch)
+    try:
+        beside_a_parked_session(draft, watch)
+    finally:
+        for lane in draft.export.pool.lanes:  # whatever went wrong, nothing stays parked
+            lane.store(Flag.CONTEXT, RELEASED)
     return watch
