@@ -173,6 +173,15 @@ class Launcher:
         """Process id of `name` now."""
         return self._children[name].pid
 
+    def ready(self, name: str) -> dict[str, Any]:
+        """The READY object of the first life of `name`; a server comes back at that address."""
+        return self._ready[name].result()
+
+    def running(self, name: str) -> bool:
+        """Whether a life of `name` is there that has said it is ready."""
+        child = self._children.get(name)
+        return child is not None and child.running and child.ready.done()
+
     async def _start_mps(self) -> None:
         """Starts the daemon; without one the cell goes on if it may, else it fails."""
         if self._mps is None:

@@ -15,6 +15,7 @@ from slipstream.cli.console import Console
 from slipstream.cli.launcher import SERVERS, CellCommands, Launcher, LaunchFailed
 from slipstream.cli.mps import PrivateMps, client_environment
 from slipstream.cli.process import Child, describe_status
+from slipstream.cli.recovery import RestartPolicy
 from slipstream.cli.up_devices import (
     Devices,
     place,
@@ -75,7 +76,12 @@ def main(argv: Sequence[str], programs: Programs = PROGRAMS) -> int:
     return asyncio.run(_run(settings, programs, console))
 
 
-async def launcher_for(settings: UpSettings, programs: Programs, console: Console) -> Launcher:
+async def launcher_for(
+    settings: UpSettings,
+    programs: Programs,
+    console: Console,
+    restarts: RestartPolicy | None = None,
+) -> Launcher:
     """A launcher for checked `settings`, with the models prepared. Raises LaunchFailed."""
     if settings.draft == "none" and settings.target != EMBEDDED_TARGET:
         console.say(f"no draft: name one that was made for {settings.target} with --draft")
@@ -95,6 +101,7 @@ async def launcher_for(settings: UpSettings, programs: Programs, console: Consol
     return Launcher(
         commands(settings, programs, target, draft, devices),
         console,
+        restarts=restarts,
         restarted=SERVERS if settings.restart else (),
         mps=PrivateMps(devices.gpu) if devices.mps else None,
         needs_mps=settings.handoff == "cuda_ipc",
