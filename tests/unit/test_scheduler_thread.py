@@ -192,7 +192,8 @@ def test_before_the_target_was_reached() -> None:
 def test_another_protocol_is_refused_at_start() -> None:
     made = Rig(protocol=9)
     made.scheduler.start()
-    with pytest.raises(ConfigError, match=rf"protocol: the gateway speaks {PROTOCOL}, the target 9"):
+    wrong = f"protocol: the gateway speaks {PROTOCOL}, the target 9"
+    with pytest.raises(ConfigError, match=wrong):
         made.scheduler.wait_ready(5)
     assert not made.fatal
     made.scheduler.stop()
