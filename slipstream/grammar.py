@@ -168,7 +168,13 @@ def _choice(text: str) -> str:
         raise InvalidRequest(f"grammar: {len(choices)} choices, 1 to {MAX_CHOICES}", "choice")
     if any(0xD800 <= ord(letter) < 0xE000 for choice in choices for letter in choice):
         raise InvalidRequest("grammar: a choice has half a surrogate pair", "choice")
-    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return "start: " + " | ".join(map(literal, choices))
+
+
+def literal(text: str) -> str:
+    """`text` as a literal of Lark."""
+    # The library's lexer takes no DEL as it stands; JSON does not escape it.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def check(grammar: Grammar) -> None:

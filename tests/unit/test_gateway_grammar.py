@@ -62,6 +62,7 @@ def words(raw: Tokenizer) -> Words:
         ({"guided_json": True}, "guided_json", "null", "nil"),
         ({"guided_regex": "a/[0-9]{2}"}, "guided_regex", "a/12", "a/1"),
         ({"guided_choice": ["yes", "né"]}, "guided_choice", "né", "n"),
+        ({"guided_choice": ["\x7f\x01\u2028"]}, "guided_choice", "\x7f\x01\u2028", "\x7f"),
         ({"structured_outputs": {"json": CITY}}, "structured_outputs.json", '{"city":"x"}', "{}"),
         ({"structured_outputs": {"regex": "a|b"}}, "structured_outputs.regex", "b", "ab"),
         ({"structured_outputs": {"choice": ["q"]}}, "structured_outputs.choice", "q", ""),
