@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gateway.chat.tools import parameters
+from gateway.fields import refuse
 from gateway.grammar import Bound, arguments
 from slipstream.errors import InvalidRequest
 from slipstream.grammar import Grammar, Specials, first_lines, limits, source
@@ -113,7 +115,11 @@ class Checker:
         words = self._words
         assert words is not None
         for index, tool in bound.forced.items():
-            _check(*words, arguments(tool), f"tools[{index}].function.parameters")
+            name = f"tools[{index}].function.parameters"
+            _check(*words, arguments(tool), name)
+            kind = parameters(tool).get("type", "object")
+            if kind != "object":  # no arguments could be read from the answer
+                raise refuse(f"{name}.type", "must be 'object' where a call is required", kind)
         if bound.content is not None and bound.content.grammar != grammar:
             _check(*words, bound.content.grammar, bound.content.param)
         return _check(*words, grammar, bound.param)

@@ -139,9 +139,17 @@ def test_whatever_is_drawn_under_it_is_read_as_calls(
         assert list(arguments) == (["city"] if call["function"]["name"] == "weather" else [])
 
 
-def test_a_bad_tool_is_named(checker: Checker) -> None:
-    bad = {"type": "function", "function": {"name": "b", "parameters": {"type": "objct"}}}
+@pytest.mark.parametrize(
+    ("kind", "param", "said"),
+    [
+        ("objct", "tools[2].function.parameters", "objct"),
+        ("string", "tools[2].function.parameters.type", "must be 'object'"),
+        (["object", "null"], "tools[2].function.parameters.type", "must be 'object'"),
+    ],
+)
+def test_a_bad_tool_is_named(checker: Checker, kind: Any, param: str, said: str) -> None:
+    bad = {"type": "function", "function": {"name": "b", "parameters": {"type": kind}}}
     chosen = ToolUse.of(declarations([*TOOLS, bad]), "required", True)
-    with pytest.raises(InvalidRequest, match="objct") as caught:
+    with pytest.raises(InvalidRequest, match=said) as caught:
         admit(checker, Bound(form=HERMES, forced=chosen.forced))
-    assert caught.value.param == "tools[2].function.parameters"
+    assert caught.value.param == param
