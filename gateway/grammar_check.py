@@ -16,9 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gateway.chat.tools import parameters
+from gateway.fields import refuse
 from gateway.grammar import Bound, arguments
 from slipstream.errors import InvalidRequest
-from slipstream.grammar import Grammar, first_lines, limits, source
+from slipstream.grammar import Grammar, Specials, first_lines, limits, source
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -57,7 +59,7 @@ class Checker:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
         self._passed: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._make_words = words
-        self._words: LLTokenizer | None = None
+        self._words: tuple[LLTokenizer, Specials] | None = None
         self._lock = threading.Lock()
 
     def prepare(self) -> None:
@@ -65,7 +67,8 @@ class Checker:
         with self._lock:
             if self._words is None:
                 try:
-                    self._words = self._make_words()
+                    words = self._make_words()
+                    self._words = words, Specials(words)
                 except ValueError as error:
                     raise InvalidRequest(f"no grammar can be matched: {error}") from error
 
@@ -95,7 +98,9 @@ class Checker:
             self._passed[grammar] = matcher
             while len(self._passed) > _KEPT:
                 self._passed.popitem(last=False)
-        if drawn.banned and not _answerable(matcher, drawn):
+        words = self._words
+        assert words is not None
+        if drawn.banned and not _answerable(matcher, words[1], drawn):
             raise InvalidRequest(
                 f"bad_words: they leave no answer that {bound.param} allows", "bad_words"
             )
@@ -110,17 +115,21 @@ class Checker:
         words = self._words
         assert words is not None
         for index, tool in bound.forced.items():
-            _check(words, arguments(tool), f"tools[{index}].function.parameters")
+            name = f"tools[{index}].function.parameters"
+            _check(*words, arguments(tool), name)
+            kind = parameters(tool).get("type", "object")
+            if kind != "object":  # no arguments could be read from the answer
+                raise refuse(f"{name}.type", "must be 'object' where a call is required", kind)
         if bound.content is not None and bound.content.grammar != grammar:
-            _check(words, bound.content.grammar, bound.content.param)
-        return _check(words, grammar, bound.param)
+            _check(*words, bound.content.grammar, bound.content.param)
+        return _check(*words, grammar, bound.param)
 
     def close(self) -> None:
         """Ends the worker threads once their present work is done."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _check(words: LLTokenizer, grammar: Grammar, param: str) -> LLMatcher:
+def _check(words: LLTokenizer, specials: Specials, grammar: Grammar, param: str) -> LLMatcher:
     """The compiled grammar, at its beginning.
 
     Raises InvalidRequest naming `param`; the library lets go of Python's lock meanwhile.
@@ -136,7 +145,7 @@ def _check(words: LLTokenizer, grammar: Grammar, param: str) -> LLMatcher:
     matcher = compiled.deep_copy()
     ends = _bits(words.eos_tokens)
     for step in range(_STEPS):
-        mask = _mask(matcher)
+        mask = _mask(matcher, specials)
         if matcher.is_error():
             raise InvalidRequest(f"{param}: {first_lines(matcher.get_error())}", param)
         if time.thread_time() - begun > MAX_CHECK_S:
@@ -150,7 +159,7 @@ def _check(words: LLTokenizer, grammar: Grammar, param: str) -> LLMatcher:
     return compiled
 
 
-def _answerable(matcher: LLMatcher, drawn: Drawn) -> bool:
+def _answerable(matcher: LLMatcher, specials: Specials, drawn: Drawn) -> bool:
     """Whether an answer may come to its end, or to its length, in spite of the bans.
 
     Follows the grammar's ways in depth, at each place the free token with the lowest id first; True
@@ -162,7 +171,7 @@ def _answerable(matcher: LLMatcher, drawn: Drawn) -> bool:
     here, length = matcher.deep_copy(), 0
     while True:
         looked += 1
-        mask = _mask(here) & free
+        mask = _mask(here, specials) & free
         ended = bool(mask & ends) or (here.is_accepting() and bool(ends & free))
         if here.is_error() or ended or length >= drawn.most:
             return True
@@ -182,9 +191,11 @@ def _answerable(matcher: LLMatcher, drawn: Drawn) -> bool:
         length += 1
 
 
-def _mask(matcher: LLMatcher) -> int:
+def _mask(matcher: LLMatcher, specials: Specials) -> int:
     """The tokens that may come next, a bit each."""
-    return int.from_bytes(matcher.compute_bitmask(), "little")
+    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    alone = mask != 0 and mask & (mask - 1) == 0
+    return 1 << specials.corrected(matcher, _lowest(mask)) if alone else mask
 
 
 def _bits(tokens: Collection[int]) -> int:

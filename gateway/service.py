@@ -244,7 +244,7 @@ class Service:
             text = (await self._ask(body)).prompt
         else:
             text = body.prompt
-        (ids,) = await tokenizer.encode([text], special=body.add_special_tokens)
+        (ids,) = await tokenizer.encode([text], special=body.add_special_tokens, aside=True)
         names = None
         if body.return_token_strs:
             names = await asyncio.to_thread(lambda: [*map(tokenizer.vocabulary.name, ids)])

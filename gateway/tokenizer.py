@@ -52,6 +52,7 @@ class Tokenizer:
         self._raw = raw
         self._decode = raw.decode
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="tokenize")
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="tokenize-aside")
         self.config = config
         self.special_tokens = _named_specials(config)
         eos = self.special_tokens.get("eos_token")
@@ -78,13 +79,17 @@ class Tokenizer:
         raw.no_padding()
         return cls(raw, read_json(folder / "tokenizer_config.json"))
 
-    async def encode(self, texts: Sequence[str], special: bool) -> list[list[int]]:
+    async def encode(
+        self, texts: Sequence[str], special: bool, *, aside: bool = False
+    ) -> list[list[int]]:
         """Ids of each text, in order.
 
-        `special` adds what the tokenizer puts around a text (a BOS token).
+        `special` adds what the tokenizer puts around a text (a BOS token). `aside` is for texts of
+        any length, megabytes and seconds: no other text waits for them.
         """
+        pool = self._aside if aside else self._pool
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._encode, texts, special)
+        return await loop.run_in_executor(pool, self._encode, texts, special)
 
     def to_json(self) -> str:
         """The text of its tokenizer.json."""
@@ -120,7 +125,8 @@ class Tokenizer:
 
     def close(self) -> None:
         """Ends the worker threads once their present work is done."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._aside):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class LiteralDecoder:

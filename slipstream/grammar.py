@@ -8,7 +8,7 @@ accepts the other does. Free of torch; the grammar library is imported where it 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from slipstream.errors import InvalidRequest
 from slipstream.v1 import common_pb2 as pb
 
 if TYPE_CHECKING:
-    from llguidance import LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_BYTES = 1 << 17
 """Longest text of a grammar, UTF-8."""
@@ -100,6 +100,33 @@ def vocabulary(tokenizer: str, vocab_size: int, end_ids: Collection[int]) -> LLT
     return words
 
 
+class Specials:
+    """Texts of special tokens, as a grammar may have them: as text, of ordinary tokens.
+
+    Where a grammar forces a text, the library allows the one token that its tokenizer begins it
+    with. If that is a special one, it is not the text, and the library itself does not take it.
+    """
+
+    def __init__(self, words: LLTokenizer) -> None:
+        self._begins: dict[int, int] = {}
+        for token in filter(words.is_special_token, range(words.vocab_size)):
+            spelt = words.greedy_tokenize(words.decode_str([token]))
+            if spelt:
+                self._begins[token] = spelt[0]
+
+    def __iter__(self) -> Iterator[int]:
+        """The special tokens."""
+        return iter(self._begins)
+
+    def corrected(self, matcher: LLMatcher, token: int) -> int:
+        """What may come next where `token` is all that the library allows."""
+        begins = self._begins.get(token)
+        if begins is None or matcher.is_accepting():
+            return token
+        takes = matcher.deep_copy()
+        return token if takes.consume_token(token) else begins
+
+
 def source(grammar: Grammar) -> str:
     """The grammar as the library takes it. Raises InvalidRequest when it can already tell."""
     from llguidance import LLMatcher
@@ -141,7 +168,13 @@ def _choice(text: str) -> str:
         raise InvalidRequest(f"grammar: {len(choices)} choices, 1 to {MAX_CHOICES}", "choice")
     if any(0xD800 <= ord(letter) < 0xE000 for choice in choices for letter in choice):
         raise InvalidRequest("grammar: a choice has half a surrogate pair", "choice")
-    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return "start: " + " | ".join(map(literal, choices))
+
+
+def literal(text: str) -> str:
+    """`text` as a literal of Lark."""
+    # The library's lexer takes no DEL as it stands; JSON does not escape it.
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def check(grammar: Grammar) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from gateway.chat.formats import ToolFormat
 from gateway.fields import refuse
 from slipstream.errors import InvalidRequest
+from slipstream.grammar import literal
 
 MAX_TOOLS = 128
 MAX_CALLS = 16
@@ -161,6 +162,6 @@ def calls_rules(
     return "\n".join(rules)
 
 
-def text(literal: str) -> str:
+def text(written: str) -> str:
     """A literal in Lark; nothing for an empty one."""
-    return json.dumps(literal, ensure_ascii=False) if literal else ""
+    return literal(written) if written else ""

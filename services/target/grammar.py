@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from services.target.runner import SlotAdmit
 from slipstream.errors import InvalidRequest
-from slipstream.grammar import Grammar, first_lines, limits, source, vocabulary
+from slipstream.grammar import Grammar, Specials, first_lines, limits, source, vocabulary
 from slipstream.tree import Tree
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class Vocabulary:
         self._tokenizer = tokenizer
         self._end_ids = frozenset(end_ids)
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._specials = SpecialBits(Specials(tokenizer), vocab_size)
         self.vocab_size = vocab_size
 
     @classmethod
@@ -71,7 +72,8 @@ class Vocabulary:
         self._compiled.move_to_end(grammar)
         ends = self._end_ids | frozenset(stop_ids)
         words = -(-self._tokenizer.vocab_size // 32)
-        matcher = Matcher(compiled.deep_copy(), ends, bitmap(ends, self.vocab_size), words)
+        bits = bitmap(ends, self.vocab_size)
+        matcher = Matcher(compiled.deep_copy(), ends, bits, words, self._specials)
         matcher.advance(output_ids)
         if matcher.failed:
             raise InvalidRequest(f"grammar: output_ids: {matcher.failed}", "grammar")
@@ -92,6 +94,27 @@ class Vocabulary:
         return compiled
 
 
+class SpecialBits:
+    """`Specials` over bitmaps."""
+
+    def __init__(self, specials: Specials, vocab_size: int) -> None:
+        self._specials = specials
+        bits = bitmap(tuple(specials), vocab_size)
+        self._places = np.flatnonzero(bits)
+        self._bits = bits[self._places]
+
+    def corrected(self, library: LLMatcher, bits: Words) -> Words:
+        """What `library` allows, given the bitmap that it made."""
+        if not (bits[self._places] & self._bits).any():
+            return bits
+        places = np.flatnonzero(bits)
+        word = int(bits[places[0]]) & 0xFFFFFFFF
+        if len(places) > 1 or word & (word - 1):
+            return bits
+        token = int(places[0]) * 32 + word.bit_length() - 1
+        return bitmap((self._specials.corrected(library, token),), len(bits) * 32)
+
+
 class Matcher:
     """Where a request's answer stands in its grammar.
 
@@ -101,18 +124,24 @@ class Matcher:
         words: of a bitmap as the library makes it, no fewer than of the model's vocabulary.
     """
 
-    __slots__ = ("_end_bits", "_ended", "_ends", "failed", "library", "words")
+    __slots__ = ("_end_bits", "_ended", "_ends", "_specials", "failed", "library", "words")
 
     def __init__(
-        self, library: LLMatcher, ends: frozenset[int], end_bits: Words, words: int
+        self,
+        library: LLMatcher,
+        ends: frozenset[int],
+        end_bits: Words,
+        words: int,
+        specials: SpecialBits,
     ) -> None:
-        self.library, self.words = library, words
+        self.library, self.words, self._specials = library, words, specials
         self._ends, self._end_bits, self._ended = ends, end_bits, False
         self.failed = ""
 
     def fork(self) -> Matcher:
         """One that stands at the same place and goes its own way."""
-        twin = Matcher(self.library.deep_copy(), self._ends, self._end_bits, self.words)
+        library = self.library.deep_copy()
+        twin = Matcher(library, self._ends, self._end_bits, self.words, self._specials)
         twin.failed, twin._ended = self.failed, self._ended
         return twin
 
@@ -139,7 +168,9 @@ class Matcher:
             self._fail()
             return np.zeros_like(self._end_bits)
         bits = bits[: len(self._end_bits)]
-        return bits | self._end_bits if self.library.is_accepting() else bits
+        if self.library.is_accepting():
+            return bits | self._end_bits
+        return self._specials.corrected(self.library, bits)
 
     def advance(self, tokens: Iterable[int]) -> None:
         """`tokens` come next; fails when the grammar does not allow them."""

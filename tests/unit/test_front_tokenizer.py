@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -142,4 +143,18 @@ async def test_encoding_a_long_text_leaves_the_interpreter_free(folder: Path) ->
     # The lock is held for the list of ids only; other processes may steal the core for a while.
     assert max(gaps) < 0.7 * took
     assert len(gaps) > 100
+    tokenizer.close()
+
+
+@pytest.mark.anyio
+async def test_nobody_waits_for_texts_that_are_encoded_aside(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    text = "a b " * 100_000
+    aside = [
+        asyncio.create_task(tokenizer.encode([text], special=False, aside=True)) for _ in range(3)
+    ]
+    await asyncio.sleep(0.01)
+    assert await tokenizer.encode(["a"], special=False) == [[tokenizer.token_id("a")]]
+    assert not aside[-1].done()
+    await asyncio.gather(*aside)
     tokenizer.close()

@@ -4,92 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
-from gateway.chat.answer import AnswerFormat, AnswerParser
-from gateway.chat.formats import HERMES, JSON, LLAMA3, THINK, ToolFormat
+from gateway.chat.formats import LLAMA3, THINK
 from gateway.chat.reasoning import Thinking
-from gateway.chat.tools import ToolUse, chosen, declarations
-from gateway.grammar import Bound, Constraint, constraint
-from gateway.grammar_check import ANYTHING, Checker, Drawn
+from gateway.grammar import Bound, constraint
+from gateway.grammar_check import Checker, Drawn
 from slipstream.errors import InvalidRequest
-from slipstream.grammar import Grammar, GrammarKind, source
-from tests.tiny import make_tokenizer
+from slipstream.grammar import GrammarKind, source
+from tests.unit.gateway_grammar_rig import (
+    CITY,
+    NO_TOKEN,
+    Words,
+    admit,
+    calls,
+    checker_of,
+    content,
+    with_marks,
+)
 
 llguidance = pytest.importorskip("llguidance")
-
-NO_TOKEN = lambda _: None  # noqa: E731
-CITY = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 20}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-TOOLS = declarations(
-    [
-        {"type": "function", "function": {"name": "weather", "parameters": CITY}},
-        {"type": "function", "function": {"name": "now", "description": "the time"}},
-    ]
-)
-WEATHER = '{"name": "weather", "arguments": {"city": "Bern"}}'
-NOW = '{"name": "now", "arguments": {}}'
 
 
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-    raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    marks = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-    raw.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
-    return raw
+    return with_marks(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
 def checker(raw: Tokenizer) -> Iterator[Checker]:
-    eos = raw.token_to_id("<|im_end|>")
-    checker = Checker(lambda: llguidance.LLTokenizer(raw.to_str(), eos_token=[eos]), 1)
+    checker = checker_of(raw)
     yield checker
     checker.close()
-
-
-def admit(
-    checker: Checker, bound: Bound, token: Any = NO_TOKEN, drawn: Drawn = ANYTHING
-) -> Grammar:
-    grammar = asyncio.run(checker.admit(bound, token, drawn))
-    assert grammar is not None
-    return grammar
-
-
-class Words:
-    """Whether texts follow a grammar, in the tokens of a model."""
-
-    def __init__(self, raw: Tokenizer) -> None:
-        self._raw = raw
-        self._words = llguidance.LLTokenizer(raw.to_str())
-
-    def accept(self, grammar: Grammar, text: str) -> bool:
-        matcher = llguidance.LLMatcher(self._words, source(grammar), log_level=0)
-        assert not matcher.is_error(), matcher.get_error()
-        ids = self._raw.encode(text, add_special_tokens=False).ids
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
 @pytest.fixture(scope="module")
 def words(raw: Tokenizer) -> Words:
     return Words(raw)
-
-
-def content(**fields: Any) -> Constraint:
-    found = constraint(fields)
-    assert found is not None
-    return found
 
 
 @pytest.mark.parametrize(
@@ -106,6 +62,7 @@ def content(**fields: Any) -> Constraint:
         ({"guided_json": True}, "guided_json", "null", "nil"),
         ({"guided_regex": "a/[0-9]{2}"}, "guided_regex", "a/12", "a/1"),
         ({"guided_choice": ["yes", "né"]}, "guided_choice", "né", "n"),
+        ({"guided_choice": ["\x7f\x01\u2028"]}, "guided_choice", "\x7f\x01\u2028", "\x7f"),
         ({"structured_outputs": {"json": CITY}}, "structured_outputs.json", '{"city":"x"}', "{}"),
         ({"structured_outputs": {"regex": "a|b"}}, "structured_outputs.regex", "b", "ab"),
         ({"structured_outputs": {"choice": ["q"]}}, "structured_outputs.choice", "q", ""),
@@ -256,6 +213,28 @@ def test_bans_that_leave_no_answer(checker: Checker, raw: Tokenizer) -> None:
         admit(checker, bound, drawn=drawn)
 
 
+@pytest.mark.parametrize("mark", ["<|im_end|>", "<|mask|>", "<tool_call>"])
+@pytest.mark.parametrize("before", ["", "x" * 20])
+def test_the_text_of_a_special_token_is_text(
+    checker: Checker, raw: Tokenizer, mark: str, before: str
+) -> None:
+    """Also where nothing else may come: the library's own choice there is the special token."""
+    answer = f"{before}{mark}y"
+    pattern = answer.replace("|", r"\|")
+    written = json.dumps(answer)
+    bans = Drawn({raw.token_to_id("q")}, {raw.token_to_id("<|im_end|>")})
+    for fields in (
+        {"guided_choice": [answer]},
+        {"guided_regex": pattern},
+        {"guided_json": {"const": answer}},
+        {"guided_grammar": f"start: {written}"},
+    ):
+        admit(checker, Bound(content(**fields)), drawn=bans)
+    least = Drawn({raw.token_to_id("<")}, bans.ends)
+    with pytest.raises(InvalidRequest, match="no answer that guided_choice allows"):
+        admit(checker, Bound(content(guided_choice=[answer])), drawn=least)
+
+
 def test_what_is_not_strict_is_held_as_far_as_possible(checker: Checker, words: Words) -> None:
     fields = json_schema({"type": "array", "uniqueItems": True, "items": {"type": "integer"}})
     grammar = admit(checker, Bound(content(**fields)))
@@ -270,115 +249,6 @@ def test_deep_schemas_are_refused(checker: Checker) -> None:
     with pytest.raises(InvalidRequest) as caught:
         admit(checker, Bound(content(**json_schema(schema))))
     assert caught.value.param == SCHEMA
-
-
-def use(choice: Any, parallel: bool = True) -> ToolUse:
-    return ToolUse.of(TOOLS, chosen(choice), parallel)
-
-
-def calls(form: ToolFormat, choice: Any = "required", parallel: bool = True, **more: Any) -> Bound:
-    chosen = use(choice, parallel)
-    return Bound(form=form, forced=chosen.forced, parallel=chosen.parallel, **more)
-
-
-def named(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name}}
-
-
-def marked(*written: str) -> str:
-    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written)
-
-
-LLAMA_NOW = '{"name": "now", "parameters": {}}'
-
-
-@pytest.mark.parametrize(
-    ("bound", "good", "bad"),
-    [
-        (calls(HERMES), [marked(NOW), marked(NOW, WEATHER)], ["", NOW, "hi", marked(NOW) + " "]),
-        (calls(HERMES, parallel=False), [marked(WEATHER)], [marked(NOW, NOW)]),
-        (calls(HERMES, named("weather")), [marked(WEATHER)], [marked(NOW), marked(WEATHER, NOW)]),
-        (calls(LLAMA3), [LLAMA_NOW, f"{LLAMA_NOW}; {LLAMA_NOW}"], [NOW, marked(NOW)]),
-        (calls(JSON), [f"[{NOW}]", f"[{NOW}, {WEATHER}]"], [NOW, "[]"]),
-        (calls(JSON, named("now")), [NOW], [f"[{NOW}]", WEATHER]),
-        (
-            calls(HERMES, content=content(guided_choice=["yes"]), either=True),
-            ["yes", marked(NOW)],
-            ["no", f"yes{marked(NOW)}"],
-        ),
-        (
-            calls(HERMES, think=THINK, thinking=Thinking.POSSIBLE),
-            [marked(NOW), f"<think>\na <b/> c\n</think>\n\n{marked(NOW)}"],
-            ["<think>", f"a</think>{marked(NOW)}", "<think>a</think>"],
-        ),
-        (
-            calls(LLAMA3, think=THINK, thinking=Thinking.OPENED),
-            [f"</think>{LLAMA_NOW}", f"\nhm 漢\n</think>\n{LLAMA_NOW}"],
-            [LLAMA_NOW, f"a</think>b</think>{LLAMA_NOW}"],
-        ),
-        (
-            Bound(content(guided_regex="x+|y"), think=THINK, thinking=Thinking.INSIDE),
-            ["on</think>xx", "</think>\ny"],
-            ["x", "on</think>xy"],
-        ),
-    ],
-)
-@pytest.mark.parametrize("as_tokens", [True, False])
-def test_enforced_calls(
-    raw: Tokenizer, bound: Bound, good: list[str], bad: list[str], as_tokens: bool
-) -> None:
-    if as_tokens:
-        words = Words(raw)
-    else:  # a model to which the marks are words like any other
-        specials = {token for token in raw.get_vocab() if token.startswith("<|")}
-        plain = json.loads(raw.to_str())
-        plain["added_tokens"] = [t for t in plain["added_tokens"] if t["content"] in specials]
-        words = Words(Tokenizer.from_str(json.dumps(plain)))
-    checker = Checker(lambda: words._words, 1)
-    grammar = admit(checker, bound, raw.token_to_id if as_tokens else NO_TOKEN)
-    checker.close()
-    for text in good:
-        assert words.accept(grammar, text), text
-        form = AnswerFormat(bound.think, bound.thinking, bound.form, ("weather", "now"))
-        message = AnswerParser(form).feed(text, last=True).message()
-        assert "tool_calls" in message or bound.content is not None
-    for text in bad:
-        assert not words.accept(grammar, text), text
-
-
-@pytest.mark.parametrize("form", [HERMES, LLAMA3, JSON], ids=lambda form: form.name)
-@pytest.mark.parametrize("seed", range(4))
-def test_whatever_is_drawn_under_it_is_read_as_calls(
-    checker: Checker, raw: Tokenizer, form: ToolFormat, seed: int
-) -> None:
-    """Tokens drawn at random among those allowed: the parser and the grammar mean the same."""
-    bound = calls(form, think=THINK, thinking=Thinking.OPENED)
-    grammar = admit(checker, bound, raw.token_to_id)
-    eos, size = raw.token_to_id("<|im_end|>"), raw.get_vocab_size()
-    words = llguidance.LLTokenizer(raw.to_str(), eos_token=eos)
-    matcher = llguidance.LLMatcher(words, source(grammar), log_level=0)
-    draw, ids = random.Random(seed), [raw.token_to_id("</think>")]
-    assert matcher.consume_token(ids[0])
-    while not matcher.is_stopped():
-        bits = matcher.compute_bitmask()
-        allowed = [i for i in range(size) if bits[i >> 3] >> (i & 7) & 1]
-        ids.append(eos if eos in allowed else draw.choice(allowed))
-        assert matcher.consume_token(ids[-1])
-    text = raw.decode(ids)
-    parser = AnswerParser(AnswerFormat(THINK, Thinking.OPENED, form, ("weather", "now")))
-    message = parser.feed(text, last=True).message()
-    assert message["content"] is None
-    for call in message["tool_calls"]:
-        arguments = json.loads(call["function"]["arguments"])
-        assert list(arguments) == (["city"] if call["function"]["name"] == "weather" else [])
-
-
-def test_a_bad_tool_is_named(checker: Checker) -> None:
-    bad = {"type": "function", "function": {"name": "b", "parameters": {"type": "objct"}}}
-    chosen = ToolUse.of(declarations([*TOOLS, bad]), "required", True)
-    with pytest.raises(InvalidRequest, match="objct") as caught:
-        admit(checker, Bound(form=HERMES, forced=chosen.forced))
-    assert caught.value.param == "tools[2].function.parameters"
 
 
 def test_what_passed_is_remembered(checker: Checker) -> None:

@@ -49,10 +49,13 @@ PERSON = {
     "additionalProperties": False,
     "x-guidance": {"whitespace_pattern": "[ \\n]{1,2}"},
 }
+CHOICE = GrammarKind.CHOICE
 GRAMMARS = {
     "schema": Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PERSON)),
     "regex": Grammar(GrammarKind.REGEX, r"(the|tea|[0-9]{2}){3}-é?"),
-    "choice": Grammar(GrammarKind.CHOICE, json.dumps(["yes", 'no\n"maybe"', "là", "yes, sir"])),
+    "choice": Grammar(CHOICE, json.dumps(["yes", 'no\n"maybe"', "là", "yes, sir"])),
+    "special": Grammar(CHOICE, json.dumps(["<|im_end|>", "tea<|im_end|>x", "red<|mask|>"])),
+    "special regex": Grammar(GrammarKind.REGEX, r"x<\|im_end\|>[ab]{2}<\|im_start\|>"),
     "lark": Grammar(GrammarKind.LARK, 'start: "(" inner ")"\ninner: /[ab]{1,3}/ | start'),
 }
 SAMPLINGS = {
@@ -250,6 +253,18 @@ def test_ends_come_where_the_answer_is_complete(vocabulary: Vocabulary, text: To
     wrong = vocabulary.matcher(Grammar(GrammarKind.REGEX, "ab?"), ())
     wrong.advance((EOS,))
     assert wrong.failed and ids(wrong.allowed()) == []
+
+
+def test_a_special_token_of_a_grammar_is_not_its_text(
+    vocabulary: Vocabulary, text: Tokenizer
+) -> None:
+    angle = text.token_to_id("<")
+    as_text = vocabulary.matcher(Grammar(GrammarKind.LARK, 'start: "<|im_end|>" "b"'), (EOS,))
+    assert ids(as_text.allowed()) == [angle]
+    as_token = vocabulary.matcher(Grammar(GrammarKind.LARK, 'start: <|im_end|> "b"'), ())
+    assert ids(as_token.allowed()) == [EOS]
+    as_token.advance((EOS,))
+    assert ids(as_token.allowed()) == [text.token_to_id("b")]
 
 
 def test_a_vocabulary_of_another_size(pair: Pair) -> None:
