@@ -6,6 +6,7 @@ Everything here is text; `grammar_check` compiles and tries it.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,6 +103,9 @@ def _json(param: str, value: object, lenient: bool = False) -> Constraint:
         raise InvalidRequest(f"{param}: cannot be written as JSON: {error}", param) from error
 
 
+_TEMPERATURE = re.compile(r"^\s*[?!]?\w+\s*\[[^\]\"\n]*\btemperature\s*=", re.MULTILINE)
+
+
 def _regex(param: str, value: object) -> Constraint:
     if not isinstance(value, str) or not value:
         raise refuse(param, "must be a regular expression", value)
@@ -111,6 +115,9 @@ def _regex(param: str, value: object) -> Constraint:
 def _lark(param: str, value: object) -> Constraint:
     if not isinstance(value, str) or not value:
         raise refuse(param, "must be a grammar in Lark", value)
+    if _TEMPERATURE.search(value):
+        # The library would leave it to whoever draws; here one temperature holds for an answer.
+        raise InvalidRequest(f"{param}: a rule's own temperature is not supported", param)
     return Constraint(Grammar(GrammarKind.LARK, value), param)
 
 

@@ -145,6 +145,7 @@ SCHEMA = "response_format.json_schema.schema"
         ({"structured_outputs": {"structural_tag": 1}}, "structured_outputs.structural_tag", "not"),
         ({"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar", "Expected"),
         ({"guided_grammar": "start: ("}, "guided_grammar", "Expected"),
+        ({"guided_grammar": "start: a\na[temperature=0.3]: /x+/"}, "guided_grammar", "temperature"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "guided_regex"),
     ],
 )
