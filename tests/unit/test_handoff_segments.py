@@ -125,6 +125,21 @@ def test_a_set_comes_back_only_when_nobody_can_touch_it() -> None:
     segment.close()
 
 
+@pytest.mark.parametrize("beat", [-(1 << 31) - 1, -(1 << 40), -(1 << 63), (1 << 63) - 1])
+def test_rubbish_in_a_set_costs_no_more_than_the_set(beat: int) -> None:
+    segment = Segment.create(NAME, 8 * LAYOUT.flag_words)
+    lanes = [Lane(segment, HostSignals(segment), which) for which in range(SETS)]
+    pool = Pool(lanes, NAME, Times(settle=0.0, untouched=0.0))
+    first = pool.take()
+    assert first is not None
+    first.store(Flag.DRAFT_BEAT, beat)
+    pool.give_up(first)
+    assert pool.free == SETS - 1 and pool.take() is not None
+    pool.met(first, (1 << 32) - 1)  # what a greeting can carry
+    assert pool.free == SETS - 2 and pool.close("over", 1.0)
+    segment.close()
+
+
 def owner_of_set(lane: Lane) -> subprocess.Popen[str]:
     """A process that mapped the segment and said so in the set."""
     code = OWNER.replace("create", "open")
