@@ -253,6 +253,25 @@ def test_what_is_mapped_under_a_number_stays_what_it_is() -> None:
     export.close()
 
 
+def test_memory_of_a_target_that_ended_in_order_is_unmapped() -> None:
+    """Also where its process cannot be seen from here."""
+    mapper = Mapper(CPU)
+    for ended in range(3):
+        export = Export.create(LAYOUT, CPU)
+        lane = export.pool.take()
+        assert lane is not None
+        offer = export.offer(lane, 17)
+        offer.pid = 0
+        seat = mapper.accept(offer, SPEC)
+        assert mapper.mapped == 1, ended
+        assert export.probe(lane, 17) == ""
+        seat.leave(broken=False, may_close=True)
+        assert mapper.mapped == 1  # it lives: mapped once for all its sessions
+        export.pool.give_up(lane)
+        export.close()
+    mapper.close()
+
+
 def test_an_offer_that_is_over_is_left_alone() -> None:
     export, mapper = Export.create(LAYOUT, CPU), Mapper(CPU)
     lane = export.pool.take()
