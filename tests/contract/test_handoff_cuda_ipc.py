@@ -248,6 +248,18 @@ async def test_a_draft_that_plans_nothing_is_not_waited_for_without_an_end() -> 
         await leave(target, draft)
 
 
+async def test_a_step_does_not_wake_the_thread() -> None:
+    async with serving() as pair:
+        target, draft = await pair.session()
+        began, beat = time.monotonic(), target._beat
+        for step in range(FIRST, FIRST + 300):
+            target.publish(step)
+            target.passed(step, 0)
+            await asyncio.sleep(0.001)
+        assert target._beat - beat <= 2 + (time.monotonic() - began) / QUICK.tick
+        await leave(target, draft)
+
+
 async def test_the_watchdog_does_not_count_the_step_itself() -> None:
     async with serving(watchdog_ms=50) as pair:
         target, draft = await pair.session()

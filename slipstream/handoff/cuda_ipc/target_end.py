@@ -70,7 +70,7 @@ class CudaTargetEnd(DeviceEnd):
                 at, proposal, _ = self._parked.popleft()
                 if at == step and proposal and self._reason is None:
                     self._waits.observe(waited_ns / 1e9)
-        self._woken.set()
+        self._wake()
 
     def _late(self) -> str | None:
         times = self._times
