@@ -180,7 +180,7 @@ class Core:
         if board is None or planner is None:
             return None
         self._admit(now)
-        if not planner.has_room or self.drafting.sessions.holds(board.next_step, now):
+        if not planner.has_room or self.drafting.holds(now):
             return None
         self.drafting.begin(now)
         return planner.next(self.drafting.session)

@@ -77,6 +77,11 @@ class Drafting:
         for running in self.board or ():
             running.session, running.live = 0, False
 
+    def holds(self, now: float) -> bool:
+        """Whether planning waits a moment for a session whose first step is next."""
+        assert self.board is not None
+        return self.sessions.holds(self.board.next_step, self._counters.step_s, now)
+
     def begin(self, now: float) -> None:
         """Starts the session that is due at the next step, if any: it gets every running slot."""
         assert self.board is not None

@@ -19,7 +19,8 @@ from slipstream.v1 import draft_pb2, target_pb2
 log = logging.getLogger(__name__)
 
 HOLD_S = 0.05
-"""Longest that planning waits for a session at its first step."""
+"""Least that planning waits for a session at its first step, where two steps take less: a server
+may answer only once the steps that it was given before are done."""
 
 _CONNECT_S = 0.03  # expected from Attach to Attached; sets how far ahead the first step lies
 _MAX_LEAD = 64
@@ -35,7 +36,7 @@ class _Pending:
     first_step: int
     asked_at: float
     waiting: set[Peer] = field(default_factory=lambda: {Peer.TARGET, Peer.DRAFT})
-    held_since: float | None = None
+    held_until: float | None = None
 
 
 class Sessions:
@@ -78,8 +79,8 @@ class Sessions:
         """When `tick` has something to do, if nothing else happens."""
         if self._pending is None:
             return math.inf if self.session else self._ask_at
-        held = self._pending.held_since
-        return self._pending.asked_at + _ANSWER_S if held is None else held + HOLD_S
+        held = self._pending.held_until
+        return self._pending.asked_at + _ANSWER_S if held is None else held
 
     def ask(self, address: str, next_step: int, busy: bool, step_s: float, now: float) -> None:
         """Sends Attach to both servers if it is time to. `address` is the draft's, for the target;
@@ -101,14 +102,17 @@ class Sessions:
         if self._pending is not None and self._pending.session == session:
             self._pending.waiting.discard(peer)
 
-    def holds(self, step: int, now: float) -> bool:
-        """Whether `step` must wait: it is the first of a session that is not connected yet."""
+    def holds(self, step: int, step_s: float, now: float) -> bool:
+        """Whether `step` must wait: it is the first of a session that is not connected yet.
+
+        `step_s` is how long a step takes, 0 if that is not known.
+        """
         pending = self._pending
         if pending is None or step < pending.first_step or not pending.waiting:
             return False
-        if pending.held_since is None:
-            pending.held_since = now
-        if now < pending.held_since + HOLD_S:
+        if pending.held_until is None:
+            pending.held_until = now + max(HOLD_S, 2 * step_s)
+        if now < pending.held_until:
             return True
         self._lead_factor *= 2
         self.retire("not connected at its first step", now)

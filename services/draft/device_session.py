@@ -153,7 +153,8 @@ class DeviceSession:
         """Blocks of the entries that may have one; whether their slots are live is not known."""
         asks: list[Ask] = []
         seen: set[int] = set()
-        out, most = 0, self._peer.input.slots
+        # A ring entry has room for the target's slots, which may be fewer than the draft's.
+        out, most = 0, min(self._peer.input.slots, self._end.memory.layout.slots)
         for index, entry in enumerate(plan.entries):
             try:
                 slot = self._base.wanted(entry, seen)

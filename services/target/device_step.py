@@ -117,7 +117,9 @@ class DeviceStep:
         config, device = model.config, self.device
         count, dtype = len(slots.start), model.vocabulary.embedding.dtype
         entries = min(count, sizes.rows)
-        tables, self._rings = rings_of(shared, count, max_pages, device)
+        # What a draft maps it may write, so the target's own tables lie elsewhere.
+        self._shown_tables, self._rings = rings_of(shared, count, max_pages, device)
+        tables = torch.zeros(count, max_pages, dtype=torch.int32, device=device)
         self.input = StepInput(sizes.rows, entries, device)
         self.link = LinkInput(count, device)
         self.stamps = torch.zeros(STAMPS, dtype=torch.int64, device=device)
@@ -263,7 +265,9 @@ class DeviceStep:
         )
 
     def _update_tables(self) -> None:
-        update_tables(self.rows.tables, self.input.updates, self.input.update_count)
+        update_tables(
+            self.rows.tables, self.input.updates, self.input.update_count, self._shown_tables
+        )
 
     def _take(self, plan: StepPlan) -> None:
         take_proposal(

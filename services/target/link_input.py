@@ -41,7 +41,7 @@ class Shared(Protocol):
     """Memory that a draft may map; `slipstream.handoff.cuda_ipc.Export` is some.
 
     Attributes:
-        tables: (slots, pages of a slot) int32.
+        tables: (slots, pages of a slot) int32, a copy for the draft: the target never reads it.
         records, heads, nodes: see `slipstream.handoff.layout`.
     """
 
@@ -53,11 +53,10 @@ class Shared(Protocol):
 
 def rings_of(
     shared: Shared | None, slots: int, pages: int, device: torch.device
-) -> tuple[Tensor, Rings]:
-    """The block tables and the rings."""
+) -> tuple[Tensor | None, Rings]:
+    """The block tables for the draft, if there may be one, and the rings."""
     if shared is None:
-        tables = torch.zeros(slots, pages, dtype=torch.int32, device=device)
-        return tables, Rings.none(slots, device)
+        return None, Rings.none(slots, device)
     if shared.tables.shape != (slots, pages):
         raise ValueError(f"tables must be {(slots, pages)}, not {tuple(shared.tables.shape)}")
     return shared.tables, Rings(shared.records, shared.heads, shared.nodes)

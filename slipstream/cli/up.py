@@ -149,6 +149,7 @@ def commands(
         *shared,
         ("port", draft_port),
         ("device", devices.draft),
+        ("handoff", "grpc" if settings.handoff == "grpc" else None),
         ("memory-share", devices.draft_share),
         ("tree", settings.tree),
         ("width", settings.width),

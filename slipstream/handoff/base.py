@@ -175,7 +175,7 @@ class DeviceTargetEnd(Protocol):
     def end(self, reason: str) -> None:
         """Tells the peer that every later step is empty, and releases every wait. Idempotent.
 
-        The engine's thread; to be called also when the session ended for another reason.
+        Any thread; to be called also when the session ended for another reason.
         """
         ...
 
@@ -216,7 +216,7 @@ class DeviceDraftEnd(Protocol):
     def end(self, reason: str) -> None:
         """Tells the peer that every later step is empty, and releases every wait. Idempotent.
 
-        The engine's thread; to be called also when the session ended for another reason.
+        Any thread; to be called also when the session ended for another reason.
         """
         ...
 

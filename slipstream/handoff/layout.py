@@ -1,6 +1,6 @@
 """What lies where in the memory that a target shares with its draft.
 
-One allocation of the target's GPU holds the context features, the block tables that say in which
+One allocation of the target's GPU holds the context features, block tables that say in which
 pages a slot's features lie, and for each set the rings of records and proposals. A segment of host
 memory holds the flags. Both sides compute the same offsets from the same few numbers.
 """

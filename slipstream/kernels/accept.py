@@ -179,7 +179,8 @@ def _accept(
     anchor = tl.load(record + _ANCHOR, mask=there, other=0)
     caught_up = tl.load(record + _CAUGHT_UP, mask=there, other=0) != 0
 
-    inside = there & (slot >= 0) & (slot < MOST) & (number != 0)
+    # The target has tables of its own slots only, which may be fewer.
+    inside = there & (slot >= 0) & (slot < MOST) & (slot < all_shared) & (number != 0)
     row = state + tl.where(inside, slot, 0) * _STATE
     held = tl.load(row + HELD, mask=inside, other=0) != 0
     mine = inside & held & (tl.load(row + EPOCH, mask=inside, other=0) == epoch)

@@ -7,17 +7,21 @@ import triton.language as tl
 from torch import Tensor
 
 
-def update_tables(tables: Tensor, updates: Tensor, count: Tensor) -> None:
+def update_tables(
+    tables: Tensor, updates: Tensor, count: Tensor, copy: Tensor | None = None
+) -> None:
     """Writes pages into block tables.
 
     Args:
         tables: (slots, P) int32.
         updates: (U, 3) int32, (slot, index, page); what lies outside the tables is ignored.
         count: (1,) int32, how many there are.
+        copy: like `tables`, receives the same.
     """
     block = 256
     _update_tables[(triton.cdiv(updates.shape[0], block),)](
         tables,
+        tables if copy is None else copy,
         updates,
         count,
         SLOTS=tables.shape[0],
@@ -30,6 +34,7 @@ def update_tables(tables: Tensor, updates: Tensor, count: Tensor) -> None:
 @triton.jit
 def _update_tables(
     tables,
+    copy,
     updates,
     count,
     SLOTS: tl.constexpr,
@@ -43,7 +48,9 @@ def _update_tables(
     index = tl.load(updates + at * 3 + 1, mask=mask, other=-1)
     page = tl.load(updates + at * 3 + 2, mask=mask, other=0)
     mask = (slot >= 0) & (slot < SLOTS) & (index >= 0) & (index < PAGES)
-    tl.store(tables + slot.to(tl.int64) * PAGES + index, page, mask=mask)
+    place = slot.to(tl.int64) * PAGES + index
+    tl.store(tables + place, page, mask=mask)
+    tl.store(copy + place, page, mask=mask)
 
 
 def set_starts(start: Tensor, slots: Tensor, values: Tensor, counts: Tensor) -> None:

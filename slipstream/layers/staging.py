@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 RING = 3
-"""Host buffers of each kind: more than the steps in flight."""
+"""Host buffers where nobody asks for more: whoever comes round waits for the oldest copy."""
 
 Host = npt.NDArray[Any]
 

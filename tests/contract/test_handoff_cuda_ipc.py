@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -232,6 +233,30 @@ async def test_the_watchdog_counts_from_what_the_draft_planned() -> None:
         assert time.monotonic() - began > 0.3
         assert target.reason == f"no proposal for step {FIRST} within 400 ms"
         target.passed(FIRST, 0)
+        await leave(target, draft)
+
+
+async def test_a_draft_that_plans_nothing_is_not_waited_for_without_an_end() -> None:
+    """Its heart beats, but its engine stands still."""
+    async with serving(replace(QUICK, unplanned=0.6)) as pair:
+        target, draft = await pair.session()
+        began = time.monotonic()
+        await asyncio.wait_for(asyncio.to_thread(target.await_proposal, FIRST), 5)
+        assert 0.5 < time.monotonic() - began < 3
+        assert target.reason == f"the draft did not plan step {FIRST} within 0.6 s"
+        target.passed(FIRST, 0)
+        await leave(target, draft)
+
+
+async def test_a_step_does_not_wake_the_thread() -> None:
+    async with serving() as pair:
+        target, draft = await pair.session()
+        began, beat = time.monotonic(), target._beat
+        for step in range(FIRST, FIRST + 300):
+            target.publish(step)
+            target.passed(step, 0)
+            await asyncio.sleep(0.001)
+        assert target._beat - beat <= 2 + (time.monotonic() - began) / QUICK.tick
         await leave(target, draft)
 
 

@@ -6,7 +6,7 @@ import queue
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -33,7 +33,7 @@ from services.draft.device_step import StepSizes
 from services.draft.engine import Engine
 from services.draft.model_runner import ModelRunner
 from slipstream.handoff.base import ContextMessage, ContextRecord
-from slipstream.handoff.layout import Layout
+from slipstream.handoff.layout import Layout, ring_entry
 from slipstream.layers.graphs import Graphs
 from slipstream.models import DraftHead
 from slipstream.tree import TreeSpec, resolve_spec
@@ -493,6 +493,27 @@ def test_a_detach_releases_a_wait_and_the_memory(
     assert driver.event() == Detached(8, "the target is gone")
     assert second.closed == 1
     assert driver.stop() is None
+
+
+def test_a_plan_of_more_entries_than_the_target_has_slots_stays_in_its_ring_entry(
+    runners: tuple[ModelRunner, DeviceRunner], device: torch.device
+) -> None:
+    driver = Driver(runners[1])
+    memory = FakeMemory(replace(LAYOUT, slots=1), device)
+    end = FakeDeviceEnd(9, memory, WHICH, 1)
+    driver.connect(9, 1, end)
+    for slot in range(2):
+        driver.send(Admit, 9, slot, 1, None, 0.0, 0, 0)
+    driver.send(Plan, 1, 9, False, (PlanEntry(0, 1, 0, 4),), 0)
+    end.publish_context(1, [ContextRecord(0, 1, 0, 4, 9, True)])
+    memory.heads.fill_(-7)
+    driver.send(Plan, 2, 9, True, (PlanEntry(1, 1, 4, 4), PlanEntry(0, 1, 4, 4)), 1)
+    end.await_proposal(2)
+    assert isinstance(driver.event(), Live)
+    others = [e for e in range(len(memory.heads)) if e != ring_entry(WHICH, 2)]
+    assert bool((memory.heads[others] == -7).all())
+    end.end("over")
+    assert isinstance(driver.event(), Detached) and driver.stop() is None
 
 
 def test_two_sessions_at_once(

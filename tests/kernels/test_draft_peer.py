@@ -256,6 +256,20 @@ def test_huge_counts_do_not_wrap(device: torch.device) -> None:
         assert taker.state[0, 2].item() == 0 and taker.state[0, 4].item() == 0
 
 
+def test_slots_that_the_target_has_no_tables_of_are_nobodys(device: torch.device) -> None:
+    taker = Taker(device)
+    taker.memory = FakeMemory(replace(LAYOUT, slots=2), device)
+    taker.input.connect(taker.memory, WHICH)
+    for slot in (1, 2):
+        taker.admit(slot, 1, 20)
+    taker.step += 1
+    records = [ContextRecord(slot, 1, 0, 3, 5, True) for slot in (2, 1)]
+    taker.memory.write_records(WHICH, taker.step, records)
+    taker.launch({taker.step: 9})
+    assert taker.fresh() == [(1, 0, 3)]
+    assert taker.events() == [(Live, 1, 1, 3)]
+
+
 def test_gather_follows_the_targets_tables(device: torch.device) -> None:
     memory = FakeMemory(LAYOUT, device)
     memory.features.copy_(torch.randn(memory.features.shape))

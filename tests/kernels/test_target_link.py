@@ -359,6 +359,25 @@ def test_a_grammar_sees_what_the_ring_holds(pair: Pair, runner: DeviceRunner) ->
     assert not driver.failure
 
 
+def test_what_a_draft_writes_into_the_shared_tables_changes_no_token(
+    pair: Pair, runner: DeviceRunner
+) -> None:
+    want = outputs(pair)[0]
+    driver, end = linked(runner, guesses([want], 3))
+    driver.admit(0, PROMPTS[0], limit=100)
+    got: list[int] = []
+    plans = [(StepKind.PREFILL, chunk(0, 0, len(PROMPTS[0])))]
+    for kind, planned in [*plans, *[(StepKind.DECODE, tree(0, 4))] * 5]:
+        end.plans[driver.step + 1] = [planned]
+        driver.plan(kind, planned, session=SESSION)
+        got += driver.done().entries[0].result.tokens
+        assert runner.shared is not None
+        runner.shared.tables.copy_(runner.shared.tables.flip(0))  # pages, but of nobody here
+    assert got == want[: len(got)]
+    driver.engine.stop()
+    assert not driver.failure
+
+
 def test_a_step_of_nothing_is_published(runner: DeviceRunner) -> None:
     """It waits for room only, and takes no times over from the step before."""
     driver, end = linked(runner, guesses([], 1))

@@ -170,6 +170,13 @@ def test_who_gets_what(model: Path) -> None:
     }
 
 
+def test_a_draft_that_maps_nothing_is_told(model: Path) -> None:
+    for handoff, told in (("auto", None), ("grpc", "grpc")):
+        cell = commands(settings(f"--handoff={handoff}"), model)
+        assert cell.draft is not None and flags(cell.draft).get("--handoff") == told
+        assert flags(cell.target)["--handoff"] == handoff
+
+
 def test_the_processes_know_their_flags(model: Path) -> None:
     tree = ["--tree=top2gap", "--width=4", "--budget=32"]
     other = ["--speculative-config={}", "--pipeline-depth=0", "--ping-pong=off", "--slots=2"]

@@ -125,6 +125,21 @@ def test_a_set_comes_back_only_when_nobody_can_touch_it() -> None:
     segment.close()
 
 
+@pytest.mark.parametrize("beat", [-(1 << 31) - 1, -(1 << 40), -(1 << 63), (1 << 63) - 1])
+def test_rubbish_in_a_set_costs_no_more_than_the_set(beat: int) -> None:
+    segment = Segment.create(NAME, 8 * LAYOUT.flag_words)
+    lanes = [Lane(segment, HostSignals(segment), which) for which in range(SETS)]
+    pool = Pool(lanes, NAME, Times(settle=0.0, untouched=0.0))
+    first = pool.take()
+    assert first is not None
+    first.store(Flag.DRAFT_BEAT, beat)
+    pool.give_up(first)
+    assert pool.free == SETS - 1 and pool.take() is not None
+    pool.met(first, (1 << 32) - 1)  # what a greeting can carry
+    assert pool.free == SETS - 2 and pool.close("over", 1.0)
+    segment.close()
+
+
 def owner_of_set(lane: Lane) -> subprocess.Popen[str]:
     """A process that mapped the segment and said so in the set."""
     code = OWNER.replace("create", "open")
@@ -236,6 +251,25 @@ def test_what_is_mapped_under_a_number_stays_what_it_is() -> None:
     seat.abandon(1.0)
     mapper.close()
     export.close()
+
+
+def test_memory_of_a_target_that_ended_in_order_is_unmapped() -> None:
+    """Also where its process cannot be seen from here."""
+    mapper = Mapper(CPU)
+    for ended in range(3):
+        export = Export.create(LAYOUT, CPU)
+        lane = export.pool.take()
+        assert lane is not None
+        offer = export.offer(lane, 17)
+        offer.pid = 0
+        seat = mapper.accept(offer, SPEC)
+        assert mapper.mapped == 1, ended
+        assert export.probe(lane, 17) == ""
+        seat.leave(broken=False, may_close=True)
+        assert mapper.mapped == 1  # it lives: mapped once for all its sessions
+        export.pool.give_up(lane)
+        export.close()
+    mapper.close()
 
 
 def test_an_offer_that_is_over_is_left_alone() -> None:

@@ -62,7 +62,7 @@ class CudaDraftEnd(DeviceEnd):
         """The stream is through with `step`. Any thread; every planned step, in order."""
         with self._lock:
             self._passed = max(self._passed, step)
-        self._woken.set()
+        self._wake()
 
     def broke(self, reason: str) -> None:
         """The stream from the target is gone, and with it maybe the target."""

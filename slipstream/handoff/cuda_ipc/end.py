@@ -100,7 +100,7 @@ class DeviceEnd:
                     log.exception("session %d: telling of its end failed", self.session)
 
     def end(self, reason: str) -> None:
-        """The engine's thread: nothing more of this session goes to the stream.
+        """From now on nothing of this session goes to the stream. Any thread, idempotent.
 
         Tells the peer and releases every wait. Also the acknowledgement of a retirement.
         """
@@ -127,6 +127,11 @@ class DeviceEnd:
                 return False
             self._on_stream = max(self._on_stream, step)
             return True
+
+    def _wake(self) -> None:
+        """A step passed: the thread need not know before its next tick, unless it releases."""
+        if self._reason is not None:
+            self._woken.set()
 
     def _over(self) -> bool:
         """Whether the stream is through with everything and nothing will come. Under the lock."""

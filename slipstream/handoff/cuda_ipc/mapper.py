@@ -24,7 +24,7 @@ from slipstream.handoff.cuda_ipc.memory import (
 )
 from slipstream.handoff.cuda_ipc.offer import Refused, layout_of
 from slipstream.handoff.cuda_ipc.peer import Peer
-from slipstream.handoff.cuda_ipc.segment import Segment, sweep
+from slipstream.handoff.cuda_ipc.segment import Segment, owned, sweep
 from slipstream.handoff.cuda_ipc.times import TIMES, Times
 from slipstream.handoff.layout import RELEASED, Flag, Layout
 from slipstream.v1 import handoff_pb2
@@ -65,7 +65,7 @@ class Mapping:
     @property
     def stale(self) -> bool:
         """Whether its target is gone; mapped again if it was only the connection."""
-        return self.broken or self._peer.gone()
+        return self.broken or self._peer.gone() or not owned(self.segment.name)
 
     def close(self) -> None:
         """No wait of this process may be parked; the tensors are not to be used any more."""

@@ -39,7 +39,7 @@ def _open(pid: int, segment: str) -> int | None:
         return None
     try:
         fd = os.pidfd_open(pid)
-    except OSError:
+    except (OSError, OverflowError):  # a peer may name any number
         return None
     try:
         if segment in Path(f"/proc/{pid}/maps").read_text():

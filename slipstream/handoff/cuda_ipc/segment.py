@@ -93,6 +93,23 @@ class Segment:
             self._fd = None
 
 
+def owned(name: str) -> bool:
+    """Whether the owner of a segment holds it; also where its process has no number here."""
+    try:
+        fd = os.open(FOLDER / name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def sweep() -> None:
     """Removes the segments of processes that are gone."""
     for path in FOLDER.glob("slipstream-*"):

@@ -70,7 +70,7 @@ class CudaTargetEnd(DeviceEnd):
                 at, proposal, _ = self._parked.popleft()
                 if at == step and proposal and self._reason is None:
                     self._waits.observe(waited_ns / 1e9)
-        self._woken.set()
+        self._wake()
 
     def _late(self) -> str | None:
         times = self._times
@@ -85,9 +85,12 @@ class CudaTargetEnd(DeviceEnd):
         if self._lane.load(flag) >= value:
             return None  # it came: the step's own work takes its time
         if self._planned_step != step:
-            # A step that the draft has not planned is the gateway's delay, not the draft's.
+            # A step that the draft has not planned is the gateway's delay, not the draft's; but a
+            # draft whose heart beats while its engine stands still plans nothing either.
             if self._lane.load(Flag.PLANNED) < step:
-                return None
+                if self._now() - since <= times.unplanned:
+                    return None
+                return f"the draft did not plan step {step} within {times.unplanned:g} s"
             self._planned_step, self._planned_at = step, self._now()
         if self._now() - max(since, self._planned_at) <= limit:
             return None

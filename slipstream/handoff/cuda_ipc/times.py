@@ -19,6 +19,8 @@ class Times:
         lease: the same of the target's, for the draft: as long as a gateway may be silent.
         floor, factor: a proposal may take max(floor, factor * median of the waits).
         unmeasured: the limit before there is a median.
+        unplanned: the limit of a step that the draft has not planned: longer than a gateway may be
+            silent.
         probe: most for the probe's round trip.
         settle: from the end of a draft's process until its GPU work is surely over.
         untouched: from a failed greeting until the draft surely did not begin.
@@ -32,6 +34,7 @@ class Times:
     floor: float = 0.15
     factor: float = 3.0
     unmeasured: float = 1.0
+    unplanned: float = 10.0
     probe: float = 2.0
     settle: float = 1.0
     untouched: float = 30.0
