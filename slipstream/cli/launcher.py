@@ -288,7 +288,7 @@ class Launcher:
         if ended.name not in self._restarted or hopeless:
             self._fail(str(ended))
             return None
-        pause = self._restarts.pause(time.monotonic())
+        pause = self._restarts.pause(time.monotonic(), ended.name)
         if pause is None:
             self._fail(
                 f"servers died more than {self._restarts.most} times within "

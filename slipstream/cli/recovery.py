@@ -64,7 +64,8 @@ def ends_both(exit: Exit) -> bool:
 class RestartPolicy:
     """At most `most` restarts within any `window_s` seconds, each pause twice the one before.
 
-    The window is long enough for starts that take a minute each.
+    The window is long enough for starts that take a minute each. Where one server's death brings
+    the other's within `follow_s` seconds, as a kill under MPS may, the two count as one.
 
     Invariant: `_restarts` holds the times of the restarts in the window, oldest first.
     """
@@ -73,14 +74,20 @@ class RestartPolicy:
     window_s: float = 600.0
     first_pause_s: float = 0.25
     longest_pause_s: float = 5.0
+    follow_s: float = 5.0
+    _first: str | None = None  # whose death the last restart was for; None: another's counted too
     _restarts: deque[float] = field(default_factory=deque)
 
-    def pause(self, now: float) -> float | None:
-        """Grants a restart: seconds to wait before it, or None when there were too many."""
+    def pause(self, now: float, name: str = "") -> float | None:
+        """Grants `name` a restart: seconds to wait before it, or None when there were too many."""
+        if self._first not in (None, name) and now - self._restarts[-1] <= self.follow_s:
+            self._first = None
+            return self.first_pause_s
         while self._restarts and now - self._restarts[0] > self.window_s:
             self._restarts.popleft()
         if len(self._restarts) >= self.most:
             return None
         pause = min(self.first_pause_s * 2.0 ** len(self._restarts), self.longest_pause_s)
         self._restarts.append(now)
+        self._first = name
         return pause

@@ -130,6 +130,14 @@ def test_restarts_are_counted_in_a_window() -> None:
     assert policy.pause(60.6) is None
 
 
+def test_a_death_that_brings_another_counts_once() -> None:
+    policy = RestartPolicy(2, window_s=600.0, first_pause_s=0.5)
+    assert policy.pause(0.0, "draft") == 0.5
+    assert policy.pause(0.3, "target") == 0.5  # it went with the draft
+    assert policy.pause(0.6, "draft") == 1.0  # another matter
+    assert policy.pause(100.0, "target") is None
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "a-model"

@@ -49,7 +49,6 @@ class DeviceEnd:
         self._releases = releases
         self._lock = threading.Lock()
         self._reason: str | None = None
-        self._lost: list[Callable[[str], None]] = []
         self._ended = False  # the engine knows that the session is over
         self._on_stream = first_step - 1  # last step with an operation
         self._passed = first_step - 1
@@ -77,27 +76,10 @@ class DeviceEnd:
         """Whether this side is through: no wait parked, no flag written any more."""
         return self._drained.is_set()
 
-    def on_lost(self, callback: Callable[[str], None]) -> None:
-        """`callback` gets the reason, once, on any thread, when the session dies without our `end`.
-
-        At once if that has happened.
-        """
-        with self._lock:
-            if self._reason is None:
-                self._lost.append(callback)
-                return
-        if not self._ended:
-            callback(self._reason)
-
     def retire(self, reason: str) -> None:
         """The session is over, whoever says so. Thread-safe, idempotent."""
         if self._die(reason):
             self._tell(reason)
-            for callback in self._lost:
-                try:
-                    callback(reason)
-                except Exception:  # the thread must go on: nobody else releases the waits
-                    log.exception("session %d: telling of its end failed", self.session)
 
     def end(self, reason: str) -> None:
         """From now on nothing of this session goes to the stream. Any thread, idempotent.
