@@ -48,7 +48,8 @@ load: $(VENV)/.run
 	@$(BIN)/python -m tests.load $(LOAD)
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/kernels -n 2
+	$(BIN)/python -m pytest --ignore=tests/kernels
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -105,6 +105,7 @@ def asked_of(count: int, **more: Any) -> list[GenerateParams]:
     ]
 
 
+@pytest.mark.slow
 async def test_the_tokens_of_plain_decoding(tmp_path: Path) -> None:
     async with cell_of(tmp_path) as cell:
         asked = [*asked_of(2), *asked_of(2, temperature=0.8, seed=5, top_p=0.9)]
