@@ -36,7 +36,7 @@ from slipstream.serving import Server
 from slipstream.tree import resolve_spec
 from tests.kernels.test_draft_device import MAX_LEN, SLOTS, WIDTH, B, pair_of, spec_of
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 CPU = torch.device("cpu")
 WAIT_S = 30.0

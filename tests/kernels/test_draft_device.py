@@ -251,6 +251,7 @@ def test_trees(name: str, twins: Callable[..., Twins], steps: int) -> None:
     life(twins("dflash"), [TREES[name]], steps)
 
 
+@pytest.mark.slow
 def test_all_kinds_of_requests_together(twins: Callable[..., Twins], steps: int) -> None:
     """Five blocks are three passes of a step here; the pages of a released slot are used again."""
     names = ["top2gap", "best_first", "noisy", "noisy_chain"]

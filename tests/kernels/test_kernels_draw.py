@@ -227,7 +227,7 @@ def _check(entries: Sequence[_Entry], logits: Tensor, draws: Draws) -> None:
     assert all(token == POISON for row, token in enumerate(tokens) if row not in written)
 
 
-@pytest.mark.parametrize("vocab", [50, 500, 5003])
+@pytest.mark.parametrize("vocab", [50, 500, pytest.param(5003, marks=pytest.mark.slow)])
 def test_tokens_and_logprobs(device: torch.device, cases: int, vocab: int) -> None:
     rng = random.Random(vocab)
     for _ in range(max(5, cases // 100)):

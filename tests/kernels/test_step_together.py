@@ -73,7 +73,7 @@ def draft(pair: Pair, device: torch.device) -> DraftRunner:
 @pytest.mark.parametrize(
     ("tree", "batch"),
     [
-        (resolve_spec("chain", block_size=B), 1),
+        pytest.param(resolve_spec("chain", block_size=B), 1, marks=pytest.mark.slow),
         pytest.param(resolve_spec("top2gap", 4, 12, block_size=B), 2, marks=pytest.mark.gpu),
     ],
 )

@@ -231,6 +231,7 @@ def test_features_in_more_parts_than_there_are_buffers(
     assert rows.view(len(index), -1)[:, 0].tolist() == index
 
 
+@pytest.mark.slow
 def test_more_slots_than_rows_of_a_step(pair: Pair, device: torch.device) -> None:
     """Six first tokens at once, where a decode step has four rows."""
     small = on_device(pair, device, decode_rows=4)
