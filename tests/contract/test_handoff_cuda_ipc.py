@@ -43,6 +43,7 @@ async def test_a_thousand_steps(every: int) -> None:
         assert target.drained
 
 
+@pytest.mark.slow
 async def test_a_thousand_steps_of_two_processes() -> None:
     async with serving() as pair:
         other = Draft()
@@ -175,6 +176,7 @@ async def test_a_draft_that_plans_nothing_is_not_waited_for_without_an_end() -> 
         await leave(target, draft)
 
 
+@pytest.mark.slow
 async def test_a_step_does_not_wake_the_thread() -> None:
     async with serving() as pair:
         target, draft = await pair.session()
@@ -187,6 +189,7 @@ async def test_a_step_does_not_wake_the_thread() -> None:
         await leave(target, draft)
 
 
+@pytest.mark.slow
 async def test_the_watchdog_does_not_count_the_step_itself() -> None:
     async with serving(watchdog_ms=50) as pair:
         target, draft = await pair.session()
@@ -201,6 +204,7 @@ async def test_the_watchdog_does_not_count_the_step_itself() -> None:
         await leave(target, draft)
 
 
+@pytest.mark.slow
 async def test_the_watchdog_waits_for_room_as_well() -> None:
     async with serving(watchdog_ms=100) as pair:
         target, draft = await pair.session()
@@ -270,6 +274,7 @@ async def test_a_probe_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> Non
         await leave(target, draft)
 
 
+@pytest.mark.slow
 async def test_a_probe_whose_question_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving() as pair:
         with monkeypatch.context() as broken:
@@ -356,6 +361,7 @@ async def test_a_broken_stream_releases_both_and_unmaps() -> None:
         await eventually(lambda: pair.export.free == SETS)
 
 
+@pytest.mark.slow
 async def test_a_target_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Lane.store
 
@@ -378,6 +384,7 @@ def held(pair: Pair) -> tuple[int, int, int, int]:
     return len(os.listdir("/proc/self/fd")), maps, segments(pair), threading.active_count()
 
 
+@pytest.mark.slow
 async def test_three_hundred_attaches_leave_nothing() -> None:
     async with serving() as pair:
         before = (0, 0, 0, 0)
