@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.handoff.layout import Header, Record
 from slipstream.kernels.clock import now
 from slipstream.kernels.peer import (
     ANCHOR,
@@ -40,7 +39,6 @@ from slipstream.kernels.peer import (
     NO_PAGES,
     NOT_AT_START,
     NOT_BEHIND,
-    RECORD_WORDS,
     RECORDS,
     RING_ENTRIES,
     ROWS,
@@ -63,20 +61,23 @@ from slipstream.kernels.peer import (
     VERDICTS,
     WARP_LANES,
 )
+from slipstream.kernels.ring_words import (
+    HEADER_COUNT,
+    HEADER_STEP,
+    RECORD_ANCHOR,
+    RECORD_CAUGHT_UP,
+    RECORD_COUNT,
+    RECORD_EPOCH,
+    RECORD_FIRST,
+    RECORD_SLOT,
+    RECORD_WORDS,
+)
 
 _STATE = tl.constexpr(STATE_INTS)
 _EDIT = tl.constexpr(EDIT_INTS)
 _VERDICT = tl.constexpr(VERDICT_INTS)
 _KEPT = tl.constexpr(VERDICTS)
 _NOT_BEHIND = tl.constexpr(NOT_BEHIND)
-_R_STEP = tl.constexpr(int(Header.STEP))
-_R_COUNT = tl.constexpr(int(Header.COUNT))
-_SLOT = tl.constexpr(int(Record.SLOT))
-_EPOCH = tl.constexpr(int(Record.EPOCH))
-_FIRST = tl.constexpr(int(Record.FIRST))
-_COUNT = tl.constexpr(int(Record.COUNT))
-_ANCHOR = tl.constexpr(int(Record.ANCHOR))
-_CAUGHT_UP = tl.constexpr(int(Record.CAUGHT_UP))
 _MOST_COUNT = tl.constexpr(1 << 31)  # so that no sum of rows overflows
 
 
@@ -165,19 +166,19 @@ def _accept(
     # Masks are made of lanes throughout: an interpreted scalar is none.
     all_shared = tl.full((N,), 0, tl.int64) + shared
     header = tl.load(ring + lane, mask=(lane < RECORD_WORDS) & (all_shared > 0), other=-1)
-    given = tl.sum(tl.where(lane == _R_STEP, header, 0), 0)
-    count = tl.sum(tl.where(lane == _R_COUNT, header, 0), 0)
+    given = tl.sum(tl.where(lane == HEADER_STEP, header, 0), 0)
+    count = tl.sum(tl.where(lane == HEADER_COUNT, header, 0), 0)
     fits = (count >= 0) & (count <= shared) & (count <= MOST)
     count = tl.where((given == step) & fits, count, -1)
 
     there = (lane < count) & (all_shared > 0)
     record = ring + (1 + lane) * RECORD_WORDS
-    slot = tl.load(record + _SLOT, mask=there, other=-1)
-    epoch = tl.load(record + _EPOCH, mask=there, other=0)
-    first = tl.load(record + _FIRST, mask=there, other=0)
-    number = tl.load(record + _COUNT, mask=there, other=0)
-    anchor = tl.load(record + _ANCHOR, mask=there, other=0)
-    caught_up = tl.load(record + _CAUGHT_UP, mask=there, other=0) != 0
+    slot = tl.load(record + RECORD_SLOT, mask=there, other=-1)
+    epoch = tl.load(record + RECORD_EPOCH, mask=there, other=0)
+    first = tl.load(record + RECORD_FIRST, mask=there, other=0)
+    number = tl.load(record + RECORD_COUNT, mask=there, other=0)
+    anchor = tl.load(record + RECORD_ANCHOR, mask=there, other=0)
+    caught_up = tl.load(record + RECORD_CAUGHT_UP, mask=there, other=0) != 0
 
     # The target has tables of its own slots only, which may be fewer.
     inside = there & (slot >= 0) & (slot < MOST) & (slot < all_shared) & (number != 0)

@@ -14,15 +14,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.handoff.layout import (
-    HEAD_INTS,
-    RECORD_INTS,
-    Head,
-    Header,
-    ProposalHeader,
-    Record,
-)
+from slipstream.handoff.layout import HEAD_INTS, RECORD_INTS
 from slipstream.kernels.clock import now
+from slipstream.kernels.ring_words import (
+    HEAD_EPOCH,
+    HEAD_NODES,
+    HEAD_SLOT,
+    HEAD_WORDS,
+    HEADER_BEGAN,
+    HEADER_COUNT,
+    HEADER_ENDED,
+    HEADER_STEP,
+    PROPOSAL_BEGAN,
+    PROPOSAL_ENDED,
+    PROPOSAL_STEP,
+    RECORD_ANCHOR,
+    RECORD_CAUGHT_UP,
+    RECORD_COUNT,
+    RECORD_EPOCH,
+    RECORD_FIRST,
+    RECORD_SLOT,
+    RECORD_WORDS,
+)
 
 LINK_HEAD = 8
 """64-bit words of `StepLink.head`."""
@@ -56,24 +69,6 @@ STAMPS = 8
 
 _HEAD = tl.constexpr(LINK_HEAD)
 _COLUMNS = tl.constexpr(LINK_COLUMNS)
-_HEAD_INTS = tl.constexpr(HEAD_INTS)
-_RECORD_INTS = tl.constexpr(RECORD_INTS)
-_HEAD_SLOT = tl.constexpr(int(Head.SLOT))
-_HEAD_EPOCH = tl.constexpr(int(Head.EPOCH))
-_HEAD_NODES = tl.constexpr(int(Head.NODES))
-_PROPOSAL_STEP = tl.constexpr(int(ProposalHeader.STEP))
-_PROPOSAL_BEGAN = tl.constexpr(int(ProposalHeader.BEGAN))
-_PROPOSAL_ENDED = tl.constexpr(int(ProposalHeader.ENDED))
-_HEADER_STEP = tl.constexpr(int(Header.STEP))
-_HEADER_COUNT = tl.constexpr(int(Header.COUNT))
-_HEADER_BEGAN = tl.constexpr(int(Header.BEGAN))
-_HEADER_ENDED = tl.constexpr(int(Header.ENDED))
-_SLOT = tl.constexpr(int(Record.SLOT))
-_EPOCH = tl.constexpr(int(Record.EPOCH))
-_FIRST = tl.constexpr(int(Record.FIRST))
-_COUNT = tl.constexpr(int(Record.COUNT))
-_ANCHOR = tl.constexpr(int(Record.ANCHOR))
-_CAUGHT_UP = tl.constexpr(int(Record.CAUGHT_UP))
 _BEGAN = tl.constexpr(BEGAN)
 _ENDED = tl.constexpr(ENDED)
 _DONE = tl.constexpr(DONE)
@@ -184,13 +179,13 @@ def _take_proposal(
     ring = tl.load(head + RING)
     here = (ring >= 0) & (ring < RINGS)
     ring = tl.where(here, ring, 0)
-    header = heads + ring * ROWS * _HEAD_INTS
-    right = here & (tl.load(header + _PROPOSAL_STEP) == tl.load(head + STEP))
+    header = heads + ring * ROWS * HEAD_WORDS
+    right = here & (tl.load(header + PROPOSAL_STEP) == tl.load(head + STEP))
     if index == 0:
         if tl.load(head + FIRST_JOB) == 0:
             tl.store(stamps + _BEGAN, now(REAL))
-            began = tl.load(header + _PROPOSAL_BEGAN)
-            ended = tl.load(header + _PROPOSAL_ENDED)
+            began = tl.load(header + PROPOSAL_BEGAN)
+            ended = tl.load(header + PROPOSAL_ENDED)
             tl.store(stamps + _DRAFT_BEGAN, tl.where(right, began, 0))
             tl.store(stamps + _DRAFT_ENDED, tl.where(right, ended, 0))
     own = entries + index * _COLUMNS
@@ -198,13 +193,13 @@ def _take_proposal(
     most = tl.minimum(tl.load(counts), ENTRIES)
     given = here & (index < tl.load(head + COUNT)) & (tl.load(own + JOB) >= 0)
     if given & (entry >= 0) & (entry < most):
-        tree = header + (1 + index) * _HEAD_INTS
+        tree = header + (1 + index) * HEAD_WORDS
         first = tl.load(own + FIRST_NODE)
         base = tl.load(offsets + entry)
         rows = tl.load(offsets + entry + 1) - base
-        count = tl.load(tree + _HEAD_NODES)
-        right = right & (tl.load(tree + _HEAD_SLOT) == tl.load(own + SLOT))
-        right = right & (tl.load(tree + _HEAD_EPOCH) == tl.load(own + EPOCH))
+        count = tl.load(tree + HEAD_NODES)
+        right = right & (tl.load(tree + HEAD_SLOT) == tl.load(own + SLOT))
+        right = right & (tl.load(tree + HEAD_EPOCH) == tl.load(own + EPOCH))
         right = right & (count >= 1) & (count <= rows) & (first >= 0) & (first + count <= NODES)
         count = tl.where(right, count, 0).to(tl.int32)
         tl.store(proposal_counts + entry, count)
@@ -282,7 +277,7 @@ def _publish_context(
     ring = tl.load(head + RING)
     here = (ring >= 0) & (ring < RINGS) & (tl.load(head + LAST) != 0)
     ring = tl.where(here, ring, 0)
-    header = records + ring * ROWS * _RECORD_INTS
+    header = records + ring * ROWS * RECORD_WORDS
     count = tl.minimum(tl.load(head + COUNT), ROWS - 1)
     if index == 0:
         ended = now(REAL)
@@ -292,13 +287,13 @@ def _publish_context(
         tl.store(stamps + _DONE + _DRAFT_ENDED, tl.load(stamps + _DRAFT_ENDED))
         tl.store(stamps + _ENDED, ended)
         if here:
-            tl.store(header + _HEADER_STEP, tl.load(head + STEP))
-            tl.store(header + _HEADER_COUNT, count)
-            tl.store(header + _HEADER_BEGAN, began)
-            tl.store(header + _HEADER_ENDED, ended)
+            tl.store(header + HEADER_STEP, tl.load(head + STEP))
+            tl.store(header + HEADER_COUNT, count)
+            tl.store(header + HEADER_BEGAN, began)
+            tl.store(header + HEADER_ENDED, ended)
     if here & (index < count):
         own = entries + index * _COLUMNS
-        record = header + (1 + index) * _RECORD_INTS
+        record = header + (1 + index) * RECORD_WORDS
         slot = tl.load(own + SLOT)
         job = tl.load(own + JOB)
         known = (slot >= 0) & (slot < SLOTS)
@@ -310,11 +305,11 @@ def _publish_context(
         most = tl.where(computed, tl.load(own + MOST), 0)  # may be beyond 32 bits
         publish = tl.maximum(tl.minimum((rows - first).to(tl.int64), most), 0).to(tl.int32)
         caught_up = computed & (first + publish == rows) & (tl.load(own + LIVE) != 0)
-        tl.store(record + _SLOT, slot)
-        tl.store(record + _EPOCH, tl.load(own + EPOCH))
-        tl.store(record + _FIRST, first.to(tl.int64))
-        tl.store(record + _COUNT, publish.to(tl.int64))
-        tl.store(record + _ANCHOR, tl.load(anchor + place).to(tl.int64))
-        tl.store(record + _CAUGHT_UP, caught_up.to(tl.int64))
+        tl.store(record + RECORD_SLOT, slot)
+        tl.store(record + RECORD_EPOCH, tl.load(own + EPOCH))
+        tl.store(record + RECORD_FIRST, first.to(tl.int64))
+        tl.store(record + RECORD_COUNT, publish.to(tl.int64))
+        tl.store(record + RECORD_ANCHOR, tl.load(anchor + place).to(tl.int64))
+        tl.store(record + RECORD_CAUGHT_UP, caught_up.to(tl.int64))
         if publish > 0:
             tl.store(cursor + place, first + publish)

@@ -11,7 +11,7 @@ from typing import Protocol
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.handoff.layout import HEAD_INTS, RECORD_INTS, RING, Layout
+from slipstream.handoff.layout import RING, Layout
 from slipstream.wire import MAX_NODES
 
 
@@ -135,8 +135,6 @@ WARP_LANES = 128
 """Slots that one warp does in a kernel of one program."""
 
 RING_ENTRIES = tl.constexpr(RING)
-RECORD_WORDS = tl.constexpr(RECORD_INTS)
-HEAD_WORDS = tl.constexpr(HEAD_INTS)
 MOST_NODES = tl.constexpr(MAX_NODES)
 
 

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slipstream.handoff.layout import Head, ProposalHeader
 from slipstream.kernels.clock import now
 from slipstream.kernels.drafting import ANCHOR as F_ANCHOR
 from slipstream.kernels.drafting import COUNT as F_COUNT
@@ -32,7 +31,6 @@ from slipstream.kernels.peer import (
     ENTRIES,
     EPOCH,
     FIRST_ENTRY,
-    HEAD_WORDS,
     HEADS,
     HELD,
     LIVE,
@@ -46,19 +44,22 @@ from slipstream.kernels.peer import (
     STEP,
     WARP_LANES,
 )
+from slipstream.kernels.ring_words import (
+    HEAD_EPOCH,
+    HEAD_NODES,
+    HEAD_SLOT,
+    HEAD_WORDS,
+    PROPOSAL_BEGAN,
+    PROPOSAL_COUNT,
+    PROPOSAL_ENDED,
+    PROPOSAL_STEP,
+)
 
 _STATE = tl.constexpr(STATE_INTS)
 _ASK = tl.constexpr(ASK_INTS)
 _AT = tl.constexpr(PLAN_HEAD)
 _INTS = tl.constexpr(NODE_INTS)
 _F_ENTRY = tl.constexpr(7)  # of `Blocks.fields`: the plan's entry; the head's layers do not read it
-_H_SLOT = tl.constexpr(int(Head.SLOT))
-_H_EPOCH = tl.constexpr(int(Head.EPOCH))
-_H_NODES = tl.constexpr(int(Head.NODES))
-_P_STEP = tl.constexpr(int(ProposalHeader.STEP))
-_P_COUNT = tl.constexpr(int(ProposalHeader.COUNT))
-_P_BEGAN = tl.constexpr(int(ProposalHeader.BEGAN))
-_P_ENDED = tl.constexpr(int(ProposalHeader.ENDED))
 
 
 def open_blocks(peer: Tensor, plan: Tensor, state: Tensor, blocks: Blocks, *, most: int) -> None:
@@ -93,7 +94,7 @@ def _open_blocks(
     if first == 0:
         heads = _ring_heads(peer, tl.load(plan + STEP)) + (1 + lane) * HEAD_WORDS
         shared = (lane < tl.load(plan + ENTRIES)) & (lane < tl.load(peer + SLOTS))
-        tl.store(heads + _H_NODES, tl.full((N,), 0, tl.int64), mask=shared)
+        tl.store(heads + HEAD_NODES, tl.full((N,), 0, tl.int64), mask=shared)
     inside = (lane < MOST) & (first + lane < tl.load(plan + BLOCKS)) & (first + lane < ALL)
     ask = plan + _AT + (first + lane) * _ASK
     slot = tl.load(ask + A_SLOT, mask=inside, other=-1)
@@ -156,10 +157,10 @@ def _put(peer, plan, state, counts, fields, sizes, nodes, MOST: tl.constexpr, RE
     step = tl.load(plan + STEP)
     heads = _ring_heads(peer, step)
     if block == MOST:
-        tl.store(heads + _P_STEP, step)
-        tl.store(heads + _P_COUNT, tl.load(plan + ENTRIES))
-        tl.store(heads + _P_BEGAN, tl.load(plan + BEGAN))
-        tl.store(heads + _P_ENDED, now(REAL))
+        tl.store(heads + PROPOSAL_STEP, step)
+        tl.store(heads + PROPOSAL_COUNT, tl.load(plan + ENTRIES))
+        tl.store(heads + PROPOSAL_BEGAN, tl.load(plan + BEGAN))
+        tl.store(heads + PROPOSAL_ENDED, now(REAL))
         return
     if block >= tl.load(counts):
         return
@@ -168,9 +169,9 @@ def _put(peer, plan, state, counts, fields, sizes, nodes, MOST: tl.constexpr, RE
     out = tl.load(field + F_OUT)
     size = tl.minimum(tl.load(sizes + block), MOST_NODES)
     head = heads + (1 + tl.load(field + _F_ENTRY)) * HEAD_WORDS
-    tl.store(head + _H_SLOT, slot.to(tl.int64))
-    tl.store(head + _H_EPOCH, tl.load(state + slot * _STATE + EPOCH))
-    tl.store(head + _H_NODES, size.to(tl.int64))
+    tl.store(head + HEAD_SLOT, slot.to(tl.int64))
+    tl.store(head + HEAD_EPOCH, tl.load(state + slot * _STATE + EPOCH))
+    tl.store(head + HEAD_NODES, size.to(tl.int64))
     node = tl.arange(0, MOST_NODES)
     there = node < size
     source = nodes + (out + node) * _INTS
