@@ -78,11 +78,9 @@ class DecodeFlight:
 
     def results(self) -> list[EntryResult]:
         found = [result for copy in self.copies for result in copy.read()]
-        pairs = zip(self.held, found, strict=True)
-        results = [held.took(result) for held, result in pairs]
-        for held, result in zip(self.held, results, strict=True):
+        for held, result in zip(self.held, found, strict=True):
             held.feature_rows += len(result.tokens)
-        return results
+        return [held.took(result) for held, result in zip(self.held, found, strict=True)]
 
     def stamps(self) -> Stamps:
         return Stamps(*self.stamped.read().tolist())

@@ -52,13 +52,11 @@ class Begun:
         flight: where they come from until then; None: they are there.
         link: the draft's part, where it stays on devices.
         named: whether the context is to be published by the host.
-        published: most context rows of each job.
     """
 
     plan: Plan
     done: list[EntryDone]
     jobs: Sequence[Job]
-    published: Sequence[int]
     results: Sequence[EntryResult] = ()
     flight: Flight | None = None
     link: Link | None = None
@@ -106,7 +104,7 @@ class Steps:
         taken = time.monotonic_ns()
         done, jobs = self._check.take(plan)
         named = self._named(plan)
-        begun = Begun(plan, done, jobs, _published(plan, jobs), taken=taken)
+        begun = Begun(plan, done, jobs, taken=taken)
         linked = self._sessions.link() is not None
         begun.link = self._link(plan, jobs) if named and linked else None
         begun.named = named and not linked
@@ -137,7 +135,7 @@ class Steps:
             begun.link.end.passed(plan.step, times.waited)
             self._follow(begun)
         elif begun.named and self._sessions.is_current(plan.session):
-            self._publish(plan, jobs, begun.published)
+            self._publish(plan, jobs)
         times = replace(times, published=time.monotonic_ns() - published)
         return StepDone(plan.step, plan.kind, begun.done, self._slots.pool.free, times)
 
@@ -260,13 +258,13 @@ class Steps:
         else:
             begun.flight = self._ahead.start_decode(rows, link)
 
-    def _publish(self, plan: Plan, jobs: Sequence[Job], most: Sequence[int]) -> None:
+    def _publish(self, plan: Plan, jobs: Sequence[Job]) -> None:
         """One context message for the step, empty if there is nothing to say."""
         records: list[ContextRecord] = []
         spans: list[FeatureSpan] = []
-        for job, rows in zip(jobs, most, strict=True):
+        for job in jobs:
             slot = job.slot
-            count = slot.publishable(rows)
+            count = slot.publishable(_most(plan, job.entry))
             if count <= 0 or not self._slots.holds(slot):
                 continue  # of a slot released meanwhile neither runner nor draft knows anything
             first = slot.cursor
@@ -283,8 +281,9 @@ class Steps:
     def _follow(self, begun: Begun) -> None:
         """Moves the cursors as the device has moved its own."""
         if self._sessions.is_current(begun.plan.session):
-            for job, most in zip(begun.jobs, begun.published, strict=True):
+            for job in begun.jobs:
                 if job.index < self._spec.slots:  # a link says no more entries
+                    most = _most(begun.plan, job.entry)
                     job.slot.cursor += max(job.slot.publishable(most), 0)
 
 
@@ -303,10 +302,6 @@ def _proposed(job: Job, tree: ProposedTree | None) -> tuple[Sequence[int], Seque
 def _most(plan: Plan, entry: PlanEntry) -> int:
     """Context rows that a step publishes of an entry at most."""
     return entry.count if plan.kind is StepKind.PREFILL else entry.nodes + entry.replay
-
-
-def _published(plan: Plan, jobs: Sequence[Job]) -> list[int]:
-    return [_most(plan, job.entry) for job in jobs]
 
 
 def _yields(job: Job, most_commits: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from slipstream.handoff.cuda_ipc.lane import Lane
@@ -21,7 +22,7 @@ QUICKLY = 300
 """Stores that follow each other quickly; an engine that has not noticed by then takes longer."""
 
 
-class DeviceEnd:
+class DeviceEnd(ABC):
     """One side of a session. A thread of it beats, watches the peer and releases waits; it makes
     no CUDA call, so nothing that a parked stream blocks can block it.
 
@@ -78,28 +79,23 @@ class DeviceEnd:
 
     def retire(self, reason: str) -> None:
         """The session is over, whoever says so. Thread-safe, idempotent."""
-        if self._die(reason):
-            self._tell(reason)
+        with self._lock:
+            if self._reason is not None:
+                return
+            self._reason = reason
+        log.info("session %d over cuda_ipc ended: %s", self.session, reason)
+        self._woken.set()
+        self._tell(reason)
 
     def end(self, reason: str) -> None:
         """From now on nothing of this session goes to the stream. Any thread, idempotent.
 
         Tells the peer and releases every wait. Also the acknowledgement of a retirement.
         """
-        if self._die(reason):
-            self._tell(reason)
+        self.retire(reason)
         with self._lock:
             self._ended = True
         self._woken.set()
-
-    def _die(self, reason: str) -> bool:
-        with self._lock:
-            if self._reason is not None:
-                return False
-            self._reason = reason
-        log.info("session %d over cuda_ipc ended: %s", self.session, reason)
-        self._woken.set()
-        return True
 
     def _operation(self, step: int) -> bool:
         """Whether an operation of `step` may go on the stream; if so it is counted before it goes,
@@ -123,9 +119,9 @@ class DeviceEnd:
         """Seconds, without those in which this process stood still."""
         return time.monotonic() - self._overslept
 
+    @abstractmethod
     def _late(self) -> str | None:
         """Why the session must be retired, or None."""
-        raise NotImplementedError
 
     def _watch(self) -> None:
         before = time.monotonic()
