@@ -30,7 +30,7 @@ from services.draft.session import Session
 from services.draft.warmup import measure
 from slipstream.kernels.grow import NODE_INTS
 from slipstream.layers.graphs import Graphs
-from slipstream.layers.staging import Readback
+from slipstream.layers.staging import Copied, Readback
 from slipstream.models import DraftHead
 from slipstream.progress import Progress
 from slipstream.tree import Tree, TreeSpec
@@ -236,8 +236,8 @@ class DeviceContext:
         step, counts = self._step, [self.block_rows(entry.nodes) for entry in entries]
         nodes = step.drafts.send_drafts(entries, counts)
         step.draft(sum(counts), self.finish_for((entry.slot, entry.nodes) for entry in entries))
-        self._result.start(step.result[: step.size_room + nodes[-1] * NODE_INTS])
-        return self._trees(nodes)
+        copied = self._result.start(step.result[: step.size_room + nodes[-1] * NODE_INTS])
+        return self._trees(nodes, copied)
 
     def finish_for(self, trees: Iterable[tuple[int, int]]) -> Finish:
         """The work that makes trees of so many nodes for these slots: (slot, nodes) each."""
@@ -248,9 +248,9 @@ class DeviceContext:
             nodes=max(min(nodes, slot.budget) for slot, nodes in held),
         )
 
-    def _trees(self, nodes: Sequence[int]) -> list[Tree]:
+    def _trees(self, nodes: Sequence[int], copied: Copied) -> list[Tree]:
         """Waits for the step; tree i begins at node nodes[i] of the result."""
-        result, room = self._result.wait(), self._step.size_room
+        result, room = copied.read(), self._step.size_room
         columns = result[room : room + nodes[-1] * NODE_INTS].reshape(-1, NODE_INTS).T
         tokens, parents, depths = columns.tolist()
         trees = []

@@ -177,18 +177,21 @@ class ProposalReadback:
         self._trees = trees
         self._used, self._ids = buffer(trees.used), buffer(trees.ids)
         self._parents = buffer(trees.parents)
+        self._started: Sequence[Copied] = ()
 
     def start(self, rows: int, entries: int) -> None:
         """Starts the copies on the current stream."""
-        self._used.start(self._trees.used[:entries])
-        self._ids.start(self._trees.ids[:rows])
-        self._parents.start(self._trees.parents[:rows])
+        self._started = (
+            self._used.start(self._trees.used[:entries]),
+            self._ids.start(self._trees.ids[:rows]),
+            self._parents.start(self._trees.parents[:rows]),
+        )
 
     def read(self, entries: Sequence[DecodeEntry]) -> Sequence[DecodeEntry]:
         """The entries, those that are linked with what was proposed; waits if there are any."""
         if not any(entry.linked for entry in entries):
             return entries
-        used, ids, parents = (copy.wait() for copy in (self._used, self._ids, self._parents))
+        used, ids, parents = (copy.read() for copy in self._started)
         found, row = list[DecodeEntry](), 0
         for entry, count in zip(entries, used[: len(entries)].tolist(), strict=True):
             if entry.linked:
@@ -225,6 +228,6 @@ class FeatureReadback:
         count = len(index)
         self._index.host()[:count] = index
         gather_rows(self._cache.features, self._index.send(count), count, self._rows)
-        self._out.start(self._rows[:count])
-        raw = np.ascontiguousarray(self._out.wait()[:count])
+        copied = self._out.start(self._rows[:count])
+        raw = np.ascontiguousarray(copied.read()[:count])
         return raw.view(np.uint8).reshape(-1).data

@@ -89,22 +89,17 @@ class Readback:
         """`ring`: copies that may be on their way, or not read yet."""
         self._ring = [_Slot(shape, dtype, device) for _ in range(ring)]
         self._next = 0
-        self._pending = self._ring[0]
 
     def start(self, source: Tensor) -> Copied:
         """Starts the copy of `source`, the beginning of a buffer of this shape.
 
         What is read is valid until as many further starts as the ring is long.
         """
-        slot = self._pending = self._ring[self._next]
+        slot = self._ring[self._next]
         self._next = (self._next + 1) % len(self._ring)
         slot.tensor[: source.shape[0]].copy_(source, non_blocking=True)
         slot.recorded()
         return slot
-
-    def wait(self) -> Host:
-        """`read` of the last `start`."""
-        return self._pending.read()
 
 
 def packed(parts: dict[str, int]) -> tuple[dict[str, slice], int]:
