@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from typing import Any
 import grpc
 
 from slipstream import channels
+from slipstream.cli.up_settings import free_port
 from slipstream.hardware import describe
 from slipstream.v1 import gateway_pb2, gateway_pb2_grpc
 
@@ -113,16 +113,11 @@ class Stack:
         return gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
 def stack(*options: str) -> Iterator[Stack]:
     """`slipstream up` with `options`, ready to answer; stopped like Ctrl-C at the end."""
-    http_port, grpc_port = free_port(), free_port()
+    http_port = free_port()
+    grpc_port = free_port(http_port)
     command = [sys.executable, "-m", "slipstream.cli.main", "up"]
     command += ["--port", str(http_port), "--grpc-port", str(grpc_port), *options]
     process = subprocess.Popen(

@@ -120,7 +120,8 @@ def commands(
     for it.
     """
     drafts = draft != "none"
-    target_port, draft_port = free_port(), free_port()
+    target_port = free_port(settings.port, settings.grpc_port)
+    draft_port = free_port(settings.port, settings.grpc_port, target_port)
     name = settings.served_name or served_name(settings.target)
     shared: list[Flag] = [
         ("model", target),

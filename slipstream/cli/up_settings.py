@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import socket
 from pathlib import Path
@@ -19,6 +20,8 @@ from slipstream.tree.spec import read_speculative_config
 EMBEDDED_TARGET = "smollm2-135m-instruct"
 BUNDLED_HEADS = ("jetspec", "dflash")
 LOOPBACK = "127.0.0.1"
+LOW_PORTS = range(10_000, 32_768)
+HANDED_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -202,11 +205,31 @@ def check_port(flag: str, host: str, port: int) -> None:
             ) from error
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+def free_port(*others: int) -> int:
+    """A TCP port of the loopback interface that nobody has now, none of `others`.
+
+    Below those that the kernel hands out, where there is room: else another program's connection
+    could have it before its server binds it, or while that server is away to be restarted.
+    """
+    low = random.sample(LOW_PORTS, 32) if _first_handed_out() >= LOW_PORTS.stop else []
+    for wanted in (*low, *[0] * 32):
+        with socket.socket() as probe:
+            try:
+                probe.bind((LOOPBACK, wanted))
+            except OSError:
+                continue
+            port = int(probe.getsockname()[1])
+        if port not in others:
+            return port
+    raise ConfigError(f"no free TCP port on {LOOPBACK}")
+
+
+def _first_handed_out() -> int:
+    """The first port that connections and port 0 get; 0 where nobody says."""
+    try:
+        return int(HANDED_OUT.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _check_tree(settings: UpSettings) -> None:

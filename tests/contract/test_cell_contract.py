@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import random
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import pytest
 from gateway.request import Chunk, GenerateParams
 from gateway.scheduler import Scheduler
 from gateway.settings import SchedulerSettings
+from slipstream.cli.up_settings import free_port
 from slipstream.errors import Draining, PairError, PeerLost
 from tests.fakes import draft as fake_draft
 from tests.fakes import target as fake_target
@@ -229,12 +229,6 @@ def test_a_drain_that_takes_too_long_ends_with_an_error() -> None:
         client.scheduler.stop(0.05)
         last = client.chunks[number][-1]
         assert last.finish == "error" and isinstance(last.error, Draining)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

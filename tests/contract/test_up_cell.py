@@ -28,7 +28,8 @@ WAIT_S = 30.0
 def commands(tmp_path: Path) -> CellCommands:
     words = models.WordLevel({f"t{n}": n for n in range(1000)}, unk_token="t0")
     Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
-    target, draft = free_port(), free_port()
+    target = free_port()
+    draft = free_port(target)
     python = (sys.executable, "-m")
     return CellCommands(
         target=(*python, "tests.fakes.target", f"--port={target}"),

@@ -13,10 +13,10 @@ import pytest
 from gateway.settings import GatewaySettings
 from services.draft.settings import DraftSettings
 from services.target.settings import TargetSettings
-from slipstream.cli import up
+from slipstream.cli import up, up_settings
 from slipstream.cli.launcher import CellCommands
 from slipstream.cli.up_devices import place
-from slipstream.cli.up_settings import UpSettings, check
+from slipstream.cli.up_settings import UpSettings, check, free_port
 from slipstream.errors import ConfigError
 from slipstream.hardware import cores
 from slipstream.settings import parse
@@ -102,6 +102,27 @@ def test_two_servers_cannot_share_a_port() -> None:
         port = probe.getsockname()[1]
     with pytest.raises(ConfigError, match=f"--grpc-port: {port} is the --port already"):
         settings(f"--port={port}", f"--grpc-port={port}")
+
+
+def test_a_free_port_is_none_that_the_kernel_hands_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said = tmp_path / "range"
+    monkeypatch.setattr(up_settings, "HANDED_OUT", said)
+    said.write_text("32768\t60999\n")
+    assert all(free_port() in up_settings.LOW_PORTS for _ in range(20))
+    port = free_port()
+    monkeypatch.setattr(up_settings.random, "sample", lambda _, count: [port] * count)
+    assert free_port() == port
+    assert free_port(port) != port
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        assert free_port() != port
+    for text in ("1024\t65535\n", "", "none"):
+        said.write_text(text)
+        assert free_port() not in (0, port)
+    said.unlink()
+    assert free_port() not in (0, port)
 
 
 def test_the_draft_follows_the_target(model: Path) -> None:
