@@ -49,7 +49,8 @@ load: $(VENV)/.run
 
 test: lint
 	$(BIN)/python -m pytest tests/kernels -n 2
-	$(BIN)/python -m pytest --ignore=tests/kernels
+	$(BIN)/python -m pytest tests/unit tests/contract -n 2
+	$(BIN)/python -m pytest --ignore=tests/kernels --ignore=tests/unit --ignore=tests/contract
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

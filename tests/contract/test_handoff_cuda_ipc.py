@@ -245,6 +245,7 @@ async def test_without_a_free_set_the_stream_is_used() -> None:
         target, _ = await pair.session(9)
         assert target.fallback == "all sets of flags are in use"
         await leave(*pairs[2])
+        await eventually(lambda: pair.export.free == 1)
         target, draft = await pair.session(10)
         assert isinstance(target, CudaTargetEnd) and target.which == draft.which == 2
         await leave(target, draft)

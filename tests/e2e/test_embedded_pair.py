@@ -18,7 +18,7 @@ import slipstream.cli
 from benchmarks.stack import Answer, Ask, Stack, stack
 
 PROMPTS = Path(slipstream.cli.__file__).parent / "data" / "demo_prompts.jsonl"
-TOKENS = 40
+TOKENS = 24
 SMALL = ("--dtype", "float32", "--max-model-len", "512", "--slots", "8")
 STRANGERS = 7
 
@@ -84,7 +84,13 @@ def plain() -> Iterator[Results]:
         yield collect(running)
 
 
-@pytest.fixture(scope="module", params=list(STACKS), ids=list(STACKS))
+SLOW = ("jetspec wide, lock-step",)  # top2gap has another stack; lock-step runs over the fakes
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW), id=n) for n in STACKS],
+)
 def drafted(request: pytest.FixtureRequest) -> Iterator[Results]:
     head, spec, depth = STACKS[request.param]
     options = ["--draft", head, *SMALL, "--pipeline-depth", depth]

@@ -124,11 +124,11 @@ def test_tokens_equal_the_plain_runner(
     sources: dict[str, Trees] = {
         "oracle": oracle(want), "noise": noise, "torn": torn, "chain": chain(want)
     }  # fmt: skip
-    requests = fresh()
+    requests = fresh()[FEW]
     got = generate(
         driver, requests, sources.get(kind), join_every=1, chunk=16, sampling=sampling, count=SHORT
     )
-    assert got == list(want.values())
+    assert got == list(want.values())[FEW]
     if kind in ("oracle", "chain"):
         assert sum(request.accepted for request in requests) > 0
         assert max(request.verified for request in requests) > 1

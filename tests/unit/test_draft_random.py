@@ -156,7 +156,7 @@ class World:
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 @given(ACTIONS)
 def test_random_commands(actions: list[tuple[str, int, int]]) -> None:
