@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from services.draft.commands import (
     Admit,
@@ -28,10 +28,11 @@ from services.draft.commands import (
     Rejected,
     Release,
 )
-from services.draft.runner import DeviceEnd, DraftEntry, DraftRunner
+from services.draft.peers import Connected, Peers, Result, give_up
+from services.draft.runner import DraftEntry, DraftRunner
 from services.draft.session import DevicePart, Refusal, Session
 from slipstream.errors import SlipstreamError
-from slipstream.handoff.base import DraftEnd, PeerSpec, Proposal, ProposedTree
+from slipstream.handoff.base import DraftEnd, Proposal, ProposedTree
 from slipstream.tree import TreeSpec
 from slipstream.v1 import common_pb2 as pb
 
@@ -40,35 +41,6 @@ log = logging.getLogger(__name__)
 DETACHED = "the gateway detached it"
 ALIVE_POLL_S = 0.25
 """How often an idle engine looks whether its session still lives."""
-
-
-class Peers(Protocol):
-    """Where targets come in; `slipstream.handoff.grpc.GrpcAcceptor` is one."""
-
-    def expect(
-        self,
-        session: int,
-        first_step: int,
-        spec: PeerSpec,
-        done: Callable[[Any], None],
-        timeout_s: float = 10.0,
-        mapper: Any = None,
-    ) -> None:
-        """Thread-safe; `done` is called once, on any thread, with an end or an error.
-
-        Only with a `mapper` (`services.draft.runner.Devices`) the end may be a DeviceEnd.
-        """
-        ...
-
-    def forget(self, session: int) -> None:
-        """Thread-safe: a target of `session` is refused from now on."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Connected:
-    session: int
-    result: DraftEnd | DeviceEnd | SlipstreamError
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +81,12 @@ class Engine:
         self._device = device
         self._emit = emit
         self._closed = closed
-        self._inbox: queue.SimpleQueue[Command | _Connected | _Told | _Close]
+        self._inbox: queue.SimpleQueue[Command | Connected | _Told | _Close]
         self._inbox = queue.SimpleQueue()
         self._session: Session | None = None
         self._retired = 0  # the last session that ended; what is still said of it is dropped
+        self._over = False  # the thread takes nothing more from the inbox
+        self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
 
     def start(self) -> None:
@@ -150,18 +124,29 @@ class Engine:
         except BaseException as error:
             log.exception("the draft engine failed")
             self.interrupt(f"the draft failed: {error}")  # the process ends with no wait parked
+            self._leave_inbox()
             self._closed(error)
         else:
+            self._leave_inbox()
             self._closed(None)
 
-    def _next(self) -> Command | _Connected | _Told | _Close:
+    def _leave_inbox(self) -> None:
+        """Of what comes too late, ends of sessions are ended: nobody else knows of them."""
+        with self._ending:
+            self._over = True
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            if isinstance(item, Connected):
+                give_up(item.result)
+
+    def _next(self) -> Command | Connected | _Told | _Close:
         while True:
             try:
                 return self._inbox.get(timeout=ALIVE_POLL_S if self._session else None)
             except queue.Empty:
                 self._retire_if_dead()
 
-    def _carry_out(self, item: Command | _Connected | _Told) -> None:
+    def _carry_out(self, item: Command | Connected | _Told) -> None:
         match item:
             case Plan():
                 self._plan(item)
@@ -184,7 +169,7 @@ class Engine:
                         epoch=item.epoch,
                     )
                 )
-            case _Connected():
+            case Connected():
                 self._connected(item)
             case _Told():
                 self._settle(item)
@@ -206,20 +191,22 @@ class Engine:
         self._retire(f"session {attach.session} takes its place")
         self._session = Session(attach, self._runner)
 
-        def done(result: DraftEnd | DeviceEnd | SlipstreamError) -> None:
-            self._inbox.put(_Connected(attach.session, result))
+        def done(result: Result) -> None:
+            with self._ending:
+                if not self._over:
+                    self._inbox.put(Connected(attach.session, result))
+                    return
+            # On the acceptor's thread, which must not wait.
+            threading.Thread(target=give_up, args=(result,), name="draft-unwanted").start()
 
         devices = self._runner.devices
         more = {} if devices is None else {"mapper": devices.mapper}
         self._peers.expect(attach.session, attach.first_step, self._runner.spec.peer, done, **more)
 
-    def _connected(self, item: _Connected) -> None:
+    def _connected(self, item: Connected) -> None:
         session, result = self._session, item.result
         if session is None or session.number != item.session:
-            if not isinstance(result, SlipstreamError):
-                result.end("the gateway gave the session up before it was connected")
-                if result.transport == "cuda_ipc":
-                    result.close()
+            give_up(result)
             return
         if isinstance(result, SlipstreamError):
             reason = str(result)

@@ -12,7 +12,8 @@ from typing import Any
 
 from services.draft import codec
 from services.draft.commands import Event
-from services.draft.engine import Engine, Peers
+from services.draft.engine import Engine
+from services.draft.peers import Peers
 from services.draft.runner import DraftCost, DraftRunner
 from slipstream.errors import (
     Draining,

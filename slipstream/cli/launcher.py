@@ -28,6 +28,7 @@ from slipstream.cli.recovery import Exit, RestartPolicy, ends_both, names_cuda_e
 SERVERS = ("draft", "target")
 
 _POLL_S = 0.1
+_KILLED_S = 60.0  # from SIGKILL until a process that a driver holds is given up
 
 
 class LaunchFailed(Exception):
@@ -314,7 +315,12 @@ class Launcher:
         servers = [name for name in SERVERS if name in self._lives]
         self._after_target.clear()
         lives = [self._lives[name] for name in servers]
+        deadline = time.monotonic() + _KILLED_S
         while not all(life.done() for life in lives):
+            if time.monotonic() > deadline:
+                stuck = [name for name, life in zip(servers, lives, strict=True) if not life.done()]
+                self._fail(f"{' and '.join(stuck)} did not end within {_KILLED_S:g} s of a SIGKILL")
+                return
             for name in servers:
                 if name in self._children and self._children[name].running:
                     self._children[name].signal(signal.SIGKILL)
@@ -353,4 +359,9 @@ class Launcher:
             if tasks[task] in self._children:
                 self._children[tasks[task]].signal(signal.SIGKILL)
         if late:
-            await asyncio.wait(late)
+            _, stuck = await asyncio.wait(late, timeout=_KILLED_S)
+            for task in stuck:
+                self._console.say(
+                    f"{tasks[task]} is left: no end within {_KILLED_S:g} s of a SIGKILL"
+                )
+                task.cancel()

@@ -169,6 +169,36 @@ async def test_sessions_one_after_the_other(tmp_path: Path) -> None:
         await all_free(cell.export)
 
 
+@pytest.mark.parametrize("late", [True, False])
+async def test_a_session_that_connects_when_the_engine_is_gone(tmp_path: Path, late: bool) -> None:
+    """The set comes back, whether its word comes after the end or only lies behind it."""
+    async with cells(tmp_path) as cell:
+        inside, go_on = threading.Event(), threading.Event()
+        accept = cell.mapper.accept
+
+        def slow(*given: Any) -> Any:
+            inside.set()
+            assert go_on.wait(WAIT_S)
+            return accept(*given)
+
+        cell.mapper.accept = slow  # type: ignore[method-assign]
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        cell.send(Attach, 5, 10)
+        address = f"127.0.0.1:{cell.server.port}"
+        cell.connector.connect(5, 10, address, cell.spec, done.set_result, cell.export)
+        assert await asyncio.to_thread(inside.wait, WAIT_S)
+        if late:
+            cell.engine.close("the gateway left")
+            await asyncio.to_thread(cell.engine.join, WAIT_S)
+        go_on.set()
+        end = await asyncio.wait_for(done, WAIT_S)
+        if not late:
+            cell.engine.close("the gateway left")
+        assert isinstance(end, CudaTargetEnd)
+        end.end("the gateway left")
+        await all_free(cell.export)
+
+
 async def test_a_target_that_ends_releases_the_drafts_wait(tmp_path: Path) -> None:
     async with cells(tmp_path) as cell:
         end = await cell.connect(3, 10)

@@ -16,9 +16,11 @@ from pathlib import Path
 import anyio
 import pytest
 
+from slipstream.cli import launcher
 from slipstream.cli.console import Console
 from slipstream.cli.launcher import CellCommands, Launcher, LaunchFailed
 from slipstream.cli.mps import PrivateMps
+from slipstream.cli.process import Child
 from slipstream.cli.recovery import RestartPolicy
 from tests.fakes import mps_control
 from tests.fakes.child import WAIT_S, alive, fake, pids, starts, until
@@ -203,6 +205,27 @@ async def test_one_that_comes_back_late_is_killed(tmp_path: Path) -> None:
         running.kill("draft")
         await running.until("draft was not ready within 0.3 s: killed")
         await running.until("draft was killed by SIGKILL before it was ready")
+
+
+async def test_a_process_that_no_signal_ends_is_not_waited_for(
+    tmp_path: Path, program: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that a driver holds after a fault."""
+    signalled = Child.signal
+    async with cell(tmp_path) as running:
+        monkeypatch.setattr(launcher, "_KILLED_S", 0.3)
+        draft = running.launcher.pid("draft")
+        monkeypatch.setattr(
+            Child, "signal", lambda self, n: None if self.pid == draft else signalled(self, n)
+        )
+        running.kill("target")
+        reason = await asyncio.wait_for(running.launcher.failure(), WAIT_S)
+        assert reason == "draft did not end within 0.3 s of a SIGKILL"
+        running.launcher._grace_s = 0.1
+        await asyncio.wait_for(running.launcher.stop(), WAIT_S)
+        assert "draft is left: no end within 0.3 s of a SIGKILL" in running.log.getvalue()
+        os.killpg(draft, signal.SIGKILL)
+        await asyncio.sleep(0.1)
 
 
 async def test_without_mps_the_cell_goes_on(

@@ -24,6 +24,28 @@ from slipstream.v1 import common_pb2 as pb
 from tests.unit.draft_rig import WAIT_S, FakeEnd, Rig, live
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_whoever_connects_when_the_engine_is_gone_is_ended(late: bool) -> None:
+    with Rig() as rig:
+        rig.send(Attach, 8, 5)
+        assert rig.event() == Detached(7, "session 8 takes its place")
+        end = FakeEnd(8)
+        while 8 not in rig.peers.expected:
+            time.sleep(0.001)
+        if late:
+            rig.engine.close("the gateway left")
+            rig.engine.join(WAIT_S)
+            rig.connect(8, end)
+        else:
+            rig.engine._carry_out = lambda item: rig.connect(8, end)  # type: ignore[method-assign]
+            rig.send(Release, 0, 1)
+            rig.engine.close("the gateway left")
+            rig.engine.join(WAIT_S)
+        assert end.mailbox.take(5) is None
+        assert not end.alive and "gave the session up" in end.reason
+        assert rig.peers.forgotten == [8]
+
+
 @pytest.mark.parametrize(
     ("entry", "code"),
     [

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -48,6 +50,13 @@ def end(process: subprocess.Popen[str]) -> None:
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         pipe.close()
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not true():
+        assert time.monotonic() < deadline, "not within the time"
+        time.sleep(0.005)
 
 
 def test_a_segment_is_shared_and_goes_with_its_owner() -> None:
@@ -270,6 +279,57 @@ def test_memory_of_a_target_that_ended_in_order_is_unmapped() -> None:
         export.pool.give_up(lane)
         export.close()
     mapper.close()
+
+
+def test_without_a_session_memory_stays_only_while_its_target_lives() -> None:
+    """Whoever left when the target still lived: its next life may need the memory."""
+    mapper = Mapper(CPU, Times(vacant=0.02))
+    exports = [Export.create(LAYOUT, CPU) for _ in range(3)]
+    seats = []
+    for export in exports:
+        lane = export.pool.take()
+        assert lane is not None
+        seats.append(mapper.accept(export.offer(lane, 17), SPEC))
+        assert export.probe(lane, 17) == ""
+        export.pool.give_up(lane)
+    seats[0].leave(broken=False, may_close=True)
+    seats[1].abandon(1.0)
+    exports[0].close()
+    time.sleep(0.1)
+    assert mapper.mapped == 3  # another session may have a wait on its way
+    seats[2].leave(broken=False, may_close=False)
+    until(lambda: mapper.mapped == 2)
+    lane = exports[2].pool.take()
+    assert lane is not None
+    again = mapper.accept(exports[2].offer(lane, 18), SPEC)
+    exports[1].close()
+    time.sleep(0.1)
+    assert mapper.mapped == 2
+    assert exports[2].probe(lane, 18) == ""
+    exports[2].pool.give_up(lane)
+    again.leave(broken=False, may_close=False)
+    until(lambda: mapper.mapped == 1)
+    exports[2].close()
+    until(lambda: mapper.mapped == 0)
+    mapper.close()
+
+
+def test_a_peer_is_seen_whatever_its_descriptor_is() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(2_000, limits[1]), limits[1]))
+    process = owner()
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1_100)]
+    try:
+        peer = Peer(process.pid, NAME)
+        assert peer._fd is not None and peer._fd > 1_023 and not peer.gone()
+        end(process)
+        until(peer.gone)
+        peer.close()
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        sweep()
 
 
 def test_an_offer_that_is_over_is_left_alone() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import re
 import threading
 from functools import cache
 from typing import Any
@@ -30,6 +31,10 @@ NON_BLOCKING = 0x1
 HANDLE_BYTES = 64
 """CU_IPC_HANDLE_SIZE; the bindings name the field of a handle in some versions only."""
 
+BINDINGS = (12, 9, 1)
+"""The first version whose calls let other threads run: a call that waits for a stream would else
+keep the thread that ends the stream's wait from running."""
+
 NOT_READY = 600
 """CUDA_ERROR_NOT_READY."""
 
@@ -46,6 +51,10 @@ class Driver:
             self.api = importlib.import_module("cuda.bindings.driver")
         except ImportError as error:
             raise CudaError(f"cuda.bindings is not installed: {error}") from error
+        version = str(getattr(importlib.import_module("cuda.bindings"), "__version__", "0"))
+        if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < BINDINGS:
+            oldest = ".".join(map(str, BINDINGS))
+            raise CudaError(f"cuda.bindings is {version}: {oldest} is the first that can be used")
         self._entered = threading.local()
         self.call("cuInit", 0)
         self._device = self.call("cuDeviceGet", index)

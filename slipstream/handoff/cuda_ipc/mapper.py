@@ -118,6 +118,10 @@ class Seat:
 class Mapper:
     """One for a draft's process; thread-safe.
 
+    A target's memory stays mapped for its next session, and is unmapped once the target is gone:
+    until then it is not free, and the target's next life may need it. Whoever leaves looks for
+    that; while nobody has a session, a thread does.
+
     Attributes:
         gpu: UUID; empty on a CPU.
     """
@@ -127,6 +131,8 @@ class Mapper:
         self.times = times
         self.gpu = gpu_uuid(self.device)
         self._mappings: dict[int, Mapping] = {}
+        self._looking = False  # the thread runs
+        self._closed = False
         self._lock = threading.Lock()
 
     @property
@@ -167,17 +173,38 @@ class Mapper:
             mapping.broken |= broken
             if may_close:
                 self._unmap()
+            if not self._looking and self._vacant:
+                self._looking = True
+                threading.Thread(target=self._look, name="handoff-vacant", daemon=True).start()
 
     def close(self) -> None:
         """At the end of the process: unmaps everything; no wait may be parked."""
         with self._lock:
+            self._closed = True
             for mapping in self._mappings.values():
                 mapping.close()
             self._mappings.clear()
 
+    @property
+    def _vacant(self) -> bool:
+        """Whether memory is mapped, and no session uses any: then nothing of ours is parked."""
+        return bool(self._mappings) and not any(m.users for m in self._mappings.values())
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(self.times.vacant)
+            with self._lock:
+                if self._closed or not self._vacant:
+                    self._looking = False
+                    return
+                try:
+                    self._unmap()
+                except CudaError as error:
+                    log.warning("the memory of a target that is gone is not unmapped: %s", error)
+
     def _mapping(self, offer: handoff_pb2.DeviceOffer, layout: Layout) -> Mapping:
-        if not any(mapping.users for mapping in self._mappings.values()):
-            self._unmap()  # without a session nothing of ours is parked
+        if self._vacant:
+            self._unmap()
         mapping = self._mappings.get(offer.export_id)
         if mapping is None:
             mapping = Mapping(offer, layout, self.device)

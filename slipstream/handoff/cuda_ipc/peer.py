@@ -23,7 +23,7 @@ class Peer:
     def gone(self) -> bool:
         """Whether it ended, at least `settle_s` ago: its GPU work may end a little later."""
         if self._gone_at is None:
-            if self._fd is None or not select.select([self._fd], [], [], 0)[0]:
+            if self._fd is None or not _ended(self._fd):
                 return False
             self._gone_at = time.monotonic()
         return time.monotonic() - self._gone_at >= self._settle_s
@@ -32,6 +32,13 @@ class Peer:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def _ended(fd: int) -> bool:
+    """Whether the process of a pidfd did."""
+    poll = select.poll()  # `select.select` takes no descriptor above 1,023
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _open(pid: int, segment: str) -> int | None:

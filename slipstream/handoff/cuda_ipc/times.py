@@ -24,6 +24,7 @@ class Times:
         probe: most for the probe's round trip.
         settle: from the end of a draft's process until its GPU work is surely over.
         untouched: from a failed greeting until the draft surely did not begin.
+        vacant: between two looks, of a draft without a session, whether its targets are gone.
     """
 
     tick: float = 0.01
@@ -38,6 +39,7 @@ class Times:
     probe: float = 2.0
     settle: float = 1.0
     untouched: float = 30.0
+    vacant: float = 0.5
 
 
 TIMES = Times()
