@@ -20,6 +20,7 @@ MAX_STOP_CHARS = 1024
 MAX_WORDS = 1024
 MAX_BIASES = 1024
 MAX_ID = 2**31 - 1
+_MOST_NAME = 100
 
 Prompt = str | list[int]
 """One prompt: text, or token ids."""
@@ -31,6 +32,11 @@ _short.maxstring = _short.maxother = _short.maxlong = 120
 def show(value: object) -> str:
     """`value` for a message, shortened."""
     return "null" if value is None else _short.repr(value)
+
+
+def short(name: str) -> str:
+    """A client's own name for something, as part of a `param`."""
+    return name if len(name) <= _MOST_NAME else f"{name[:_MOST_NAME]}..."
 
 
 def refuse(param: str, wanted: str, value: object) -> InvalidRequest:

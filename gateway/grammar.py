@@ -14,7 +14,7 @@ from typing import Any
 from gateway.chat.formats import ThinkFormat, ToolFormat
 from gateway.chat.reasoning import Thinking
 from gateway.chat.tools import calls_rules, parameters, text
-from gateway.fields import refuse
+from gateway.fields import refuse, short
 from slipstream.errors import InvalidRequest
 from slipstream.grammar import WHITE_SPACE, Grammar, GrammarKind, source
 
@@ -76,7 +76,7 @@ def _structured_outputs(param: str, value: object) -> Constraint | None:
     given = [name for name, item in value.items() if item is not None]
     for name in given:
         if name not in readers:
-            raise refuse(f"{param}.{name}", "is not supported", value[name])
+            raise refuse(f"{param}.{short(name)}", "is not supported", value[name])
     if len(given) != 1:
         raise refuse(param, f"must have one of {', '.join(readers)}", given)
     return readers[given[0]](f"{param}.{given[0]}", value[given[0]])

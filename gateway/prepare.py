@@ -142,10 +142,12 @@ async def shown_prompt(
     if body.scores is None:
         return ShownPrompt(ids, decoder.decode(ids) if text is None else text)
     # Milliseconds for a long prompt: other requests' text must not wait for it.
-    whole, offsets = await asyncio.to_thread(_lay_out, decoder, ids)
-    if text is not None:
-        whole, offsets = text, [min(offset, len(text)) for offset in offsets]
-    return ShownPrompt(ids, whole, offsets)
+    if text is None:
+        return ShownPrompt(ids, *await asyncio.to_thread(_lay_out, decoder, ids))
+    # The client wrote its special tokens out. What the tokenizer put before them is not in `text`.
+    whole, offsets = await asyncio.to_thread(_lay_out, tokenizer.literal, ids)
+    added = max(whole.find(text), 0)
+    return ShownPrompt(ids, text, [min(max(offset - added, 0), len(text)) for offset in offsets])
 
 
 def _lay_out(decoder: Decoder, ids: Sequence[int]) -> tuple[str, list[int]]:

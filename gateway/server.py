@@ -11,16 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-import orjson
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.app import create_app
 from gateway.checkpoint import Checkpoint
 from gateway.counters import Snapshot
 from gateway.generation import Bridge
+from gateway.http import RestProtocol
 from gateway.metrics import FrontMetrics, SchedulerMetrics
-from gateway.openai import error_body
 from gateway.request import Deliver, ModelInfo
 from gateway.service import SchedulerPort, Service
 from gateway.servicer import SERVICE_NAME, GatewayServicer
@@ -53,19 +51,6 @@ class SchedulerThread(SchedulerPort, Protocol):
 
     def snapshot(self) -> Snapshot:
         """Its state and sums, for /metrics."""
-
-
-class RestProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP, with the error that all others have where a request is not HTTP."""
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuses what cannot be read, and closes the connection."""
-        body = orjson.dumps(error_body(f"request: {msg}", "invalid_request_error"))
-        self.transport.write(
-            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body)
-        )
-        self.transport.close()
 
 
 class RestServer(uvicorn.Server):

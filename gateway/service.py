@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from gateway.chat.answer import PLAIN, AnswerFormat
 from gateway.checkpoint import Checkpoint
 from gateway.dialogue import NO_OPTIONS, ChatOptions, Dialogue, Question, bound_text
-from gateway.fields import refuse
+from gateway.fields import refuse, show
 from gateway.generation import Bridge, Generation, ShownPrompt
 from gateway.grammar import Bound
 from gateway.grammar_check import Checker, Drawn
@@ -141,7 +141,7 @@ class Service:
             return served[0]
         if name not in served:
             known = ", ".join(map(repr, served))
-            raise NotFound(f"model: {name!r} does not exist, this server has {known}", "model")
+            raise NotFound(f"model: {show(name)} does not exist, this server has {known}", "model")
         return name
 
     def ignored(self, names: Iterable[str]) -> None:

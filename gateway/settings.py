@@ -11,7 +11,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from gateway.chat.formats import ReasoningParserName, ToolParserName
 from gateway.dialogue import ChatOptions
-from slipstream.settings import ProcessSettings
+from slipstream.settings import Names, ProcessSettings
 
 PingPongMode = Literal["auto", "on", "off"]
 TreeName = Literal["chain", "top2gap", "accum_logp", "best_first"]
@@ -50,7 +50,7 @@ class GatewaySettings(ProcessSettings):
     host: str = Field(default="127.0.0.1", description="address of both client doors")
     port: int = Field(default=8000, ge=0, le=65535, description="REST port; 0 takes a free one")
     grpc_port: int = Field(default=0, ge=0, le=65535, description="gRPC port; 0 takes a free one")
-    served_model_name: Annotated[list[str], NoDecode] = Field(
+    served_model_name: Names = Field(
         default_factory=list,
         description="model names that clients use, the usual one first; default: the target's",
     )
@@ -121,24 +121,6 @@ class GatewaySettings(ProcessSettings):
             return value
         if not (host and colon and port.isdecimal() and 0 < int(port) < 1 << 16):
             raise ValueError("must be host:port, the port from 1 to 65535")
-        return value
-
-    @field_validator("served_model_name", mode="before")
-    @classmethod
-    def _are_listed(cls, value: object) -> object:
-        """A variable of the environment names several with commas between them."""
-        given = [value] if isinstance(value, str) else value
-        if isinstance(given, list):
-            return [
-                name for part in given for name in str(part).split(",") if name or given != [""]
-            ]
-        return given
-
-    @field_validator("served_model_name")
-    @classmethod
-    def _are_names(cls, value: list[str]) -> list[str]:
-        if not all(value) or len(set(value)) != len(value):
-            raise ValueError("must be different names, none of them empty")
         return value
 
     @field_validator("chat_template_kwargs", mode="before")

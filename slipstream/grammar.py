@@ -8,6 +8,7 @@ accepts the other does. Free of torch; the grammar library is imported where it 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -127,6 +128,15 @@ class Specials:
         return token if takes.consume_token(token) else begins
 
 
+_DIGIT = re.compile(r"\\(.)", re.DOTALL)
+
+
+def _ascii(escape: re.Match[str]) -> str:
+    """`\\d` as the digits 0 to 9, which it is in the patterns of JSON schemas; the library has it
+    mean those of every script. A class may stand inside another."""
+    return {"d": "[0-9]", "D": "[^0-9]"}.get(escape[1], escape[0])
+
+
 def source(grammar: Grammar) -> str:
     """The grammar as the library takes it. Raises InvalidRequest when it can already tell."""
     from llguidance import LLMatcher
@@ -138,7 +148,7 @@ def source(grammar: Grammar) -> str:
         case GrammarKind.UNKNOWN:
             raise InvalidRequest("grammar: of no kind that is known", "grammar")
         case GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(text)
+            return LLMatcher.grammar_from_regex(_DIGIT.sub(_ascii, text))
         case GrammarKind.LARK:
             return LLMatcher.grammar_from_lark(text)
         case GrammarKind.CHOICE:

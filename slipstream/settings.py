@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ValidationError
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, CliApp, SettingsConfigDict, SettingsError
+from pydantic_settings import BaseSettings, CliApp, NoDecode, SettingsConfigDict, SettingsError
 
 from slipstream.errors import ConfigError
 
@@ -29,6 +29,24 @@ def _device(value: str) -> str:
 
 Device = Annotated[str, AfterValidator(_device)]
 """Where a process computes: auto, cpu, cuda or cuda:N."""
+
+
+def _listed(value: object) -> object:
+    """A variable of the environment names several with commas between them."""
+    given = [value] if isinstance(value, str) else value
+    if isinstance(given, list):
+        return [name for part in given for name in str(part).split(",") if name or given != [""]]
+    return given
+
+
+def _distinct(value: list[str]) -> list[str]:
+    if not all(value) or len(set(value)) != len(value):
+        raise ValueError("must be different names, none of them empty")
+    return value
+
+
+Names = Annotated[list[str], NoDecode, BeforeValidator(_listed), AfterValidator(_distinct)]
+"""Several names: the flag more than once, or with commas between them."""
 
 
 class ProcessSettings(BaseSettings):

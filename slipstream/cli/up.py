@@ -122,7 +122,7 @@ def commands(
     drafts = draft != "none"
     target_port = free_port(settings.port, settings.grpc_port)
     draft_port = free_port(settings.port, settings.grpc_port, target_port)
-    name = settings.served_name or served_name(settings.target)
+    names = served_names(settings)
     shared: list[Flag] = [
         ("model", target),
         ("draft", draft),
@@ -143,7 +143,7 @@ def commands(
         ("prefill-attention-backend", settings.prefill_attention_backend),
         ("handoff", settings.handoff),
         ("max-model-len", settings.max_model_len),
-        ("served-name", name),
+        ("served-name", names[0]),
         ("drain-s", settings.drain_s),
     ]
     for_draft: list[Flag] = [
@@ -164,7 +164,7 @@ def commands(
         ("host", settings.host),
         ("port", settings.port),
         ("grpc-port", settings.grpc_port),
-        ("served-model-name", name),
+        ("served-model-name", ",".join(names)),
         ("tool-parser", settings.tool_parser),
         ("reasoning-parser", settings.reasoning_parser),
         ("chat-template-kwargs", settings.chat_template_kwargs),
@@ -184,10 +184,10 @@ def commands(
     )
 
 
-def served_name(target: str) -> str:
-    """The API's name for `target`: a folder's own name, otherwise as it was written."""
-    folder = _folder(target)
-    return Path(folder).name if folder else target
+def served_names(settings: UpSettings) -> list[str]:
+    """The API's names of the model: by default a folder's own, otherwise as it was written."""
+    folder = _folder(settings.target)
+    return settings.served_model_name or [Path(folder).name if folder else settings.target]
 
 
 def _folder(name: str) -> str | None:
@@ -261,7 +261,7 @@ def base_url(ready: dict[str, str]) -> str:
 def announce(settings: UpSettings, ready: dict[str, str]) -> None:
     """Prints where the cell listens and a call to try."""
     url = base_url(ready)
-    model = settings.served_name or served_name(settings.target)
+    model = served_names(settings)[0]
     body = (
         f'{{"model": "{model}", "stream": true, "max_tokens": 96, "messages": '
         f'[{{"role": "user", "content": "What is 12 times 7?"}}]}}'

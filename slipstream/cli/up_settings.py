@@ -14,7 +14,7 @@ from pydantic_settings import SettingsConfigDict
 
 from slipstream.errors import ConfigError
 from slipstream.hardware import cores
-from slipstream.settings import Device, ProcessSettings
+from slipstream.settings import Device, Names, ProcessSettings
 from slipstream.tree.spec import read_speculative_config
 
 EMBEDDED_TARGET = "smollm2-135m-instruct"
@@ -75,7 +75,10 @@ class UpSettings(ProcessSettings):
     host: str = Field(LOOPBACK, description="address of the API")
     port: int = Field(8000, ge=0, le=65535, description="REST port; 0: any free one")
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0: any free one")
-    served_name: str | None = Field(None, description="name of the model in the API")
+    served_model_name: Names = Field(
+        default_factory=list,
+        description="model names that clients use, the usual one first; default: the target's",
+    )
     tool_parser: Literal["auto", "none", "hermes", "llama3_json", "json"] | None = Field(
         None, description="how tool calls are written; auto: as the chat template shows"
     )

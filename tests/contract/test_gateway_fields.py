@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from gateway.request import GenerateParams
@@ -112,6 +113,17 @@ async def test_unknown_fields_are_counted_and_logged_once(
         await s.http.post("/v1/completions", json=PROMPT | many)
         text = (await s.http.get("/metrics")).text
         assert 'slipstream_unknown_request_fields_total{field="(others)"} 203.0' in text
+
+
+async def test_a_name_that_nobody_has_is_not_said_in_full(tmp_path: Path) -> None:
+    async with stage(tmp_path, "abc") as s:
+        long = "m" * 200_000
+        for body in ({"model": long}, {"structured_outputs": {long: 1}}):
+            refused = await s.http.post("/v1/completions", json={"prompt": "x"} | body)
+            assert refused.status_code in (400, 404) and len(refused.content) < 1_000
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await generate(s, pb.GenerateRequest(text="x", model=long))
+        assert raised.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_the_names_of_the_model(tmp_path: Path) -> None:

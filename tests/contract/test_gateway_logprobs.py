@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from slipstream.v1 import gateway_pb2 as pb
 from tests.contract.test_gateway_grpc import generate
 from tests.fakes.front import CHAT, PROMPT, TEXT, Stage, both, said, stage
 from tests.fakes.scheduler import scored
+from tests.tiny import make_tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -88,6 +90,48 @@ async def test_echo(
         assert found["tokens"] == [name(s, token) for token in [*ids, *output]]
         assert len(found["text_offset"]) == len(expected)
         check_offsets(s, {"text": shown} | choice, [*ids, *output])
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+async def test_special_tokens_that_a_prompt_spells_out_have_their_places(
+    tmp_path: Path, hidden: bool
+) -> None:
+    async with stage(tmp_path, TEXT) as s:
+        prompt = "<|im_start|>user\n漢<|im_end|>"
+        body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 1}
+        body |= {"skip_special_tokens": hidden, "return_token_ids": True}
+        (choice,) = (await both(s.http, "/v1/completions", body))["choices"]
+        ids = choice["prompt_token_ids"]
+        spelt = [
+            s.tokenizer.literal.decode(ids[:count]).rstrip("\ufffd") for count in range(len(ids))
+        ]
+        offsets = choice["logprobs"]["text_offset"]
+        assert offsets == [*map(len, spelt), len(prompt)]
+        assert choice["text"].startswith(prompt) and offsets[1] == len("<|im_start|>")
+
+
+async def test_what_the_tokenizer_adds_takes_no_place(tmp_path: Path) -> None:
+    folder = make_tokenizer(tmp_path)
+    told = json.loads((folder / "tokenizer.json").read_text())
+    first = {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}
+    told["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [first, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [
+            first,
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"Sequence": {"id": "B", "type_id": 0}},
+        ],
+        "special_tokens": {
+            "<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}
+        },
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(told))
+    async with stage(folder, TEXT) as s:
+        body = {"prompt": "xyz", "echo": True, "logprobs": 0, "max_tokens": 1}
+        (choice,) = (await both(s.http, "/v1/completions", body))["choices"]
+        assert choice["logprobs"]["tokens"][0] == "<|im_start|>"
+        assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("wanted", [0, 2])

@@ -132,6 +132,15 @@ def test_the_draft_follows_the_target(model: Path) -> None:
     assert settings(f"--target={model}", "--draft=owner/head").draft == "owner/head"
 
 
+def test_the_names_of_the_model(model: Path) -> None:
+    named = settings("--served-model-name=mine,yours", "--served-model-name", "theirs")
+    cell = commands(named, model)
+    assert flags(cell.target)["--served-name"] == "mine"
+    assert flags(cell.gateway)["--served-model-name"] == "mine,yours,theirs"
+    with pytest.raises(ConfigError, match="--served-model-name: .*different names"):
+        settings("--served-model-name=a,a")
+
+
 def test_threads_default_to_every_core() -> None:
     assert settings().threads == cores() >= 1
     assert settings("--threads=3").threads == 3

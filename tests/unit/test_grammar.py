@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from slipstream.errors import InvalidRequest
-from slipstream.grammar import MAX_BYTES, MAX_CHOICES, Grammar, GrammarKind, check
+from slipstream.grammar import MAX_BYTES, MAX_CHOICES, Grammar, GrammarKind, check, source
 from slipstream.v1 import common_pb2 as pb
 
 SCHEMA, REGEX, CHOICE = GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.CHOICE
@@ -52,6 +53,27 @@ def test_what_is_taken(kind: GrammarKind, text: str) -> None:
 def test_what_is_refused(kind: GrammarKind, text: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         check(Grammar(kind, text))
+
+
+@pytest.mark.parametrize(
+    ("regex", "text", "takes"),
+    [
+        (r"\d{3}", "123", True),
+        (r"\d{3}", "1\u09eb3", False),
+        (r"[\d.]+", "3.14", True),
+        (r"[\d.]+", "\u09eb", False),
+        (r"\D", "\u09eb", True),
+        (r"\D", "7", False),
+        (r"[^\D5]", "7", True),
+        (r"\\d", r"\d", True),
+        (r"\\d", "7", False),
+        (r"\\\d", "\\7", True),
+    ],
+)
+def test_digits_are_those_of_ascii(regex: str, text: str, takes: bool) -> None:
+    matcher = LLMatcher(LLTokenizer("byte"), source(Grammar(REGEX, regex)))
+    ids = list(text.encode())
+    assert (matcher.validate_tokens(ids) == len(ids)) is takes
 
 
 def test_wire_form() -> None:
