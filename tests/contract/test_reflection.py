@@ -41,8 +41,12 @@ class Client:
         )
 
     async def ask(self, **request: object) -> pb.ServerReflectionResponse:
-        async for response in self._call(iter([pb.ServerReflectionRequest(**request)])):
-            return response
+        call = self._call(iter([pb.ServerReflectionRequest(**request)]))
+        try:
+            async for response in call:
+                return response
+        finally:
+            call.cancel()
         raise AssertionError("no answer")
 
     async def files(self, **request: object) -> list[descriptor_pb2.FileDescriptorProto]:

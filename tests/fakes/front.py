@@ -92,7 +92,8 @@ async def stage(
     front = Front(wanted, checkpoint, make)
     await front.start()
     try:
-        async with httpx.AsyncClient(base_url=f"http://{front.http}", trust_env=False) as http:
+        url = f"http://{front.http}"
+        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=30) as http:
             yield Stage(front, front.scheduler, tokenizer, http)  # type: ignore[arg-type]
     finally:
         await front.stop(0.0)

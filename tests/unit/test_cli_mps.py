@@ -106,14 +106,14 @@ async def test_without_the_program(monkeypatch: pytest.MonkeyPatch, root: Path) 
     ("words", "said"),
     [
         ("refuse", "nvidia-cuda-mps-control: An instance of this daemon is already running"),
-        ("mute", "nvidia-cuda-mps-control: no end of `get_server_list` within 0.5 s"),
+        ("mute", "nvidia-cuda-mps-control: no end of `get_server_list` within 2 s"),
     ],
 )
 async def test_a_daemon_that_does_not_come_up_leaves_nothing(
     program: Path, root: Path, words: str, said: str
 ) -> None:
     mps_control.behave(program, words)
-    daemon = PrivateMps(root=root, limit_s=0.5)
+    daemon = PrivateMps(root=root, limit_s=2.0)
     with pytest.raises(MpsUnavailable) as failed:
         await daemon.start()
     assert str(failed.value) == said
@@ -128,7 +128,7 @@ async def test_no_place_for_the_folder(program: Path, root: Path) -> None:
 
 @pytest.mark.parametrize("words", ["deaf", "mute"])
 async def test_the_deaf_are_killed(program: Path, root: Path, words: str) -> None:
-    daemon = PrivateMps(root=root, limit_s=0.5)
+    daemon = PrivateMps(root=root, limit_s=2.0)
     if words == "deaf":
         mps_control.behave(program, words)
     await daemon.start()
