@@ -128,7 +128,7 @@ class Specials:
         return token if takes.consume_token(token) else begins
 
 
-_DIGIT = re.compile(r"\\(.)", re.DOTALL)
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 
 
 def _ascii(escape: re.Match[str]) -> str:
@@ -148,7 +148,7 @@ def source(grammar: Grammar) -> str:
         case GrammarKind.UNKNOWN:
             raise InvalidRequest("grammar: of no kind that is known", "grammar")
         case GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(_DIGIT.sub(_ascii, text))
+            return LLMatcher.grammar_from_regex(_ESCAPE.sub(_ascii, text))
         case GrammarKind.LARK:
             return LLMatcher.grammar_from_lark(text)
         case GrammarKind.CHOICE:

@@ -121,13 +121,12 @@ class Engine:
             while not isinstance(item := self._next(), _Close):
                 self._carry_out(item)
             self._retire(item.reason)
+            self._leave_inbox()
         except BaseException as error:
             log.exception("the draft engine failed")
             self.interrupt(f"the draft failed: {error}")  # the process ends with no wait parked
-            self._leave_inbox()
             self._closed(error)
         else:
-            self._leave_inbox()
             self._closed(None)
 
     def _leave_inbox(self) -> None:
