@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 max_sessions=settings.max_sessions,
                 handoff_address=settings.handoff_address,
                 warm=settings.warmup,
+                step_limit_s=settings.step_limit_s,
             )
         )
     except ConfigError as error:

@@ -85,6 +85,7 @@ class Engine:
         self._inbox = queue.SimpleQueue()
         self._session: Session | None = None
         self._retired = 0  # the last session that ended; what is still said of it is dropped
+        self._turn = 0  # odd while it computes
         self._over = False  # the thread takes nothing more from the inbox
         self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="draft-engine", daemon=True)
@@ -116,10 +117,17 @@ class Engine:
         """Waits for the thread."""
         self._thread.join(timeout)
 
+    @property
+    def at(self) -> str | None:
+        """What it is at, for a watchdog; None while it waits for work. Any thread."""
+        return f"command {self._turn // 2 + 1}" if self._turn % 2 else None
+
     def _run(self) -> None:
         try:
             while not isinstance(item := self._next(), _Close):
+                self._turn += 1
                 self._carry_out(item)
+                self._turn += 1
             self._retire(item.reason)
             self._leave_inbox()
         except BaseException as error:
@@ -324,7 +332,9 @@ class Engine:
             return Proposal(plan.step)
         spent = 0
         while session.written < plan.after:
+            self._turn += 1  # it waits for the target, not for its own device
             message = end.await_context(session.written + 1)
+            self._turn += 1
             if message is None:
                 self._retire(end.reason)
                 return None

@@ -14,6 +14,7 @@ from slipstream.handoff.grpc import GrpcAcceptor
 from slipstream.serving import Server, wait_for_signal
 from slipstream.tree import TreeSpec, resolve_spec
 from slipstream.v1 import draft_pb2, draft_pb2_grpc, handoff_pb2
+from slipstream.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class DraftServer:
         max_sessions: gateways served at once.
         handoff_address: where targets reach this server, if not where gateways do.
         warm: run and measure the steps' shapes before serving.
+        step_limit_s: the process ends when a step takes longer; 0: it may take any time.
 
     Attributes:
         failure: set to what raised when an engine failed; the process must end then.
@@ -52,6 +54,7 @@ class DraftServer:
         handoff_address: str = "",
         lease_s: float = LEASE_S,
         warm: bool = True,
+        step_limit_s: float = 0.0,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[BaseException] = loop.create_future()
@@ -64,6 +67,8 @@ class DraftServer:
         self._acceptor.add_to(self._server.grpc)
         self._servicer = DraftServicer(self._acceptor, max_sessions, self._failed, lease_s)
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, self._server.grpc)
+        watched = self._servicer.at_work
+        self._watchdog = Watchdog(watched, step_limit_s) if step_limit_s else None
         self.port = 0
 
     def _failed(self, error: BaseException) -> None:
@@ -79,6 +84,8 @@ class DraftServer:
         """Loads and warms the runner, then says SERVING. Raises what loading raised."""
         model = await asyncio.to_thread(self._load_model)
         self._servicer.serve(model)
+        if self._watchdog is not None:
+            self._watchdog.start()
         await self._server.ready()
         return model.runner.spec
 
@@ -92,6 +99,8 @@ class DraftServer:
 
     async def stop(self, reason: str = "the draft shuts down", grace_s: float = 3.0) -> None:
         """Says NOT_SERVING, ends every stream once its engine did what it was given, closes."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
         await self._server.ready(False)
         self._servicer.drain(reason)
         await self._server.stop(grace_s)

@@ -79,6 +79,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """From now on gateways are let in."""
         self._model = model
 
+    def at_work(self) -> dict[str, str]:
+        """What each engine is at that is at something. Any thread."""
+        engines = {f"engine {id(gateway):x}": gateway.at for gateway in self._gateways.copy()}
+        return {name: at for name, at in engines.items() if at is not None}
+
     def drain(self, reason: str) -> None:
         """Lets nobody in and ends every stream once its engine did what it was given."""
         self._draining = reason
@@ -147,6 +152,11 @@ class _Gateway:
             model.runner, peers, model.tree, device, self._emit, lambda e: self._emit(_Ended(e))
         )
         self._engine.start()
+
+    @property
+    def at(self) -> str | None:
+        """What its engine is at."""
+        return self._engine.at
 
     def _emit(self, event: Event | _Ended) -> None:
         """Called on the engine's thread."""

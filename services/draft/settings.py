@@ -75,6 +75,11 @@ class DraftSettings(ProcessSettings):
     speculative_config: str | None = Field(
         None, description="the tree as a JSON object, in place of the flags for it"
     )
+    step_limit_s: float = Field(
+        300.0,
+        ge=0,
+        description="a step that takes longer ends this process, to be started again; 0: no limit",
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads; default: the cores there are")
     warmup: bool = Field(True, description="measure draft steps before saying ready")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log level")

@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 watchdog_ms=settings.watchdog_ms,
                 handoff=settings.handoff,
                 drain_s=settings.drain_s,
+                step_limit_s=settings.step_limit_s,
             )
         )
     except ConfigError as error:

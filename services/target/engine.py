@@ -11,7 +11,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from services.target.commands import (
@@ -28,13 +28,14 @@ from services.target.commands import (
     Release,
     Rewind,
 )
+from services.target.inbox import Close, Connected, Drain, Emit, Item, Open, Stop, Through
 from services.target.runner import RunAheadRunner, TargetRunner, TargetSpec
 from services.target.session import Connector, Sessions
 from services.target.slots import Refused, Slot, SlotTable
 from services.target.steps import Begun, Steps, run_ahead
 from services.target.waiter import Waiter
 from slipstream.errors import InvalidRequest, SlipstreamError
-from slipstream.handoff.base import DeviceTargetEnd, PeerSpec, TargetEnd
+from slipstream.handoff.base import PeerSpec
 from slipstream.handoff.layout import RING
 from slipstream.v1 import common_pb2 as pb
 
@@ -48,44 +49,6 @@ IDLE_S = 0.1
 
 MOST_ON_THEIR_WAY = RING
 """Steps whose results a runner has room for; a gateway that plans further ahead waits."""
-
-Emit = Callable[[Event], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Open:
-    emit: Emit
-
-
-@dataclass(frozen=True, slots=True)
-class _Close:
-    done: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Connected:
-    attach: Attach
-    result: TargetEnd | DeviceTargetEnd | SlipstreamError
-
-
-@dataclass(frozen=True, slots=True)
-class _Through:
-    """A step's results are there; or what raised instead."""
-
-    error: BaseException | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Drain:
-    done: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
-
-
-_Item = Command | _Open | _Close | _Connected | _Through | _Drain | _Stop
 
 
 class Engine:
@@ -112,12 +75,13 @@ class Engine:
         self._connector = connector
         self._loaded = loaded
         self._failed = failed
-        self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="target-engine", daemon=True)
         self._emit: Emit | None = None
         self._last_step = 0
         self._drained: Callable[[], None] | None = None
         self._on_their_way: deque[Begun] = deque()
+        self._turn = 0  # odd while a message is handled
         self._ahead: RunAheadRunner | None = None
 
     def start(self) -> None:
@@ -126,7 +90,7 @@ class Engine:
 
     def open(self, emit: Emit) -> None:
         """A gateway came: events go to `emit` from now on, the first is Ready."""
-        self._inbox.put(_Open(emit))
+        self._inbox.put(Open(emit))
 
     def submit(self, command: Command) -> None:
         """The gateway's next command."""
@@ -134,15 +98,15 @@ class Engine:
 
     def close(self, done: Callable[[], None]) -> None:
         """The gateway went: what it gave is finished, then every slot is free and `done` called."""
-        self._inbox.put(_Close(done))
+        self._inbox.put(Close(done))
 
     def drain(self, done: Callable[[], None]) -> None:
         """Takes no new request; `done` is called when the last slot is free and every step said."""
-        self._inbox.put(_Drain(done))
+        self._inbox.put(Drain(done))
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Finishes what was given, frees everything and ends the thread."""
-        self._inbox.put(_Stop())
+        self._inbox.put(Stop())
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
@@ -151,11 +115,23 @@ class Engine:
         """The memory that drafts may map, once loaded; to be closed after `stop`."""
         return self._ahead.shared if self._ahead is not None else None
 
+    @property
+    def at(self) -> str | None:
+        """What it is at, for a watchdog; None while it waits for work. Any thread."""
+        first = next(iter(self._on_their_way.copy()), None)
+        if first is not None:
+            return f"step {first.plan.step}"
+        return f"message {self._turn // 2 + 1}" if self._turn % 2 else None
+
     def _main(self) -> None:
         try:
             self._setup(self._load())
-            while self._handle(self._next()):
-                pass
+            going = True
+            while going:
+                item = self._next()
+                self._turn += 1
+                going = self._handle(item)
+                self._turn += 1
         except BaseException as error:
             if not isinstance(error, SlipstreamError):
                 log.critical("the engine failed", exc_info=error)
@@ -168,10 +144,10 @@ class Engine:
         self._sessions = Sessions()
         self._steps = Steps(runner, self._slots, self._sessions, self._say)
         self._ahead = run_ahead(runner)
-        self._waiter = Waiter(lambda error: self._inbox.put(_Through(error)))
+        self._waiter = Waiter(lambda error: self._inbox.put(Through(error)))
         self._loaded(self._spec)
 
-    def _next(self) -> _Item:
+    def _next(self) -> Item:
         """The next message; while there is none, looks after things."""
         checked = False
         while True:
@@ -187,7 +163,7 @@ class Engine:
         """Asserts every invariant of slots and pages. Only on the engine's thread, or in a test."""
         self._slots.check(self._runner.lengths)
 
-    def _handle(self, item: _Item) -> bool:
+    def _handle(self, item: Item) -> bool:
         """Takes one message; False after the last."""
         match item:
             case Plan():
@@ -197,20 +173,20 @@ class Engine:
                     self._command(item)
                 except Refused as refused:
                     self._refuse(item, refused)
-            case _Connected():
+            case Connected():
                 self._connected(item)
-            case _Through():
+            case Through():
                 self._through(item)
-            case _Open():
+            case Open():
                 self._emit = item.emit
                 self._say(Ready(self._last_step))
-            case _Close():
+            case Close():
                 self._settle()
                 self._clear("the gateway went")
                 item.done()
-            case _Drain():
+            case Drain():
                 self._drained = item.done
-            case _Stop():
+            case Stop():
                 self._settle()
                 self._clear("the target stops")
                 self._waiter.stop()
@@ -262,7 +238,7 @@ class Engine:
             self._waiter.follow(begun.flight)
         self._end_through()
 
-    def _through(self, item: _Through) -> None:
+    def _through(self, item: Through) -> None:
         """Ends the steps whose results are there."""
         if item.error is not None:
             raise item.error
@@ -341,11 +317,11 @@ class Engine:
             item.first_step,
             item.address,
             spec,
-            lambda result: self._inbox.put(_Connected(item, result)),
+            lambda result: self._inbox.put(Connected(item, result)),
             self.shared,
         )
 
-    def _connected(self, item: _Connected) -> None:
+    def _connected(self, item: Connected) -> None:
         session = item.attach.session
         if isinstance(item.result, SlipstreamError):
             if self._sessions.is_current(session):

@@ -14,6 +14,7 @@ from services.target.servicer import LEASE_S, TargetServicer
 from slipstream.handoff.grpc import GrpcConnector
 from slipstream.serving import Server, wait_for_signal
 from slipstream.v1 import target_pb2, target_pb2_grpc
+from slipstream.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,9 @@ class TargetServer:
         watchdog_ms: int | None = None,
         handoff: Literal["auto", "grpc", "cuda_ipc"] = "auto",
         lease_s: float = LEASE_S,
+        step_limit_s: float = 0.0,
     ) -> None:
+        """`step_limit_s`: the process ends when a step takes longer; 0: it may take any time."""
         self._loop = asyncio.get_running_loop()
         self.failure: asyncio.Future[BaseException] = self._loop.create_future()
         self._loaded: asyncio.Future[TargetSpec] = self._loop.create_future()
@@ -51,7 +54,12 @@ class TargetServer:
         self._servicer = TargetServicer(self.engine, lease_s)
         self._server = Server([SERVICE])
         target_pb2_grpc.add_TargetServiceServicer_to_server(self._servicer, self._server.grpc)
+        self._watchdog = Watchdog(self._at_work, step_limit_s) if step_limit_s else None
         self.port = 0
+
+    def _at_work(self) -> dict[str, str]:
+        at = self.engine.at
+        return {} if at is None else {"engine": at}
 
     def _call(self, function: Callable[..., None], *values: object) -> None:
         try:
@@ -72,6 +80,8 @@ class TargetServer:
             raise self.failure.result()
         spec = self._loaded.result()
         self._servicer.loaded(spec)
+        if self._watchdog is not None:
+            self._watchdog.start()
         await self._server.ready()
         return spec
 
@@ -93,6 +103,8 @@ class TargetServer:
 
         An engine that is still loading is left alone: its thread does not hold the process.
         """
+        if self._watchdog is not None:
+            self._watchdog.stop()
         runs = self._loaded.done() and not self.failure.done()
         if runs:
             await self._servicer.close()
@@ -121,12 +133,13 @@ async def serve(
     watchdog_ms: int | None = None,
     handoff: Literal["auto", "grpc", "cuda_ipc"] = "auto",
     drain_s: float = 30.0,
+    step_limit_s: float = 0.0,
 ) -> int:
     """A target process from start to end; prints the READY line; returns the exit status.
 
     Raises ConfigError when the address, the model or the draft head is not usable.
     """
-    server = TargetServer(load, watchdog_ms=watchdog_ms, handoff=handoff)
+    server = TargetServer(load, watchdog_ms=watchdog_ms, handoff=handoff, step_limit_s=step_limit_s)
     signalled = asyncio.create_task(wait_for_signal())
     try:
         await server.start(host, port)

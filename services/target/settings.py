@@ -77,6 +77,11 @@ class TargetSettings(ProcessSettings):
     watchdog_ms: int | None = Field(
         None, ge=1, description="longest wait for a proposal; default: learnt from those measured"
     )
+    step_limit_s: float = Field(
+        300.0,
+        ge=0,
+        description="a step that takes longer ends this process, to be started again; 0: no limit",
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads; default: the cores there are")
     drain_s: float = Field(30.0, ge=0, description="seconds that running requests get at SIGTERM")
     warmup: bool = Field(True, description="measure decode steps before saying ready")

@@ -29,7 +29,8 @@ from services.target.commands import (
     StepDone,
     StepKind,
 )
-from services.target.engine import Engine, _Close, _Open, _Through
+from services.target.engine import Engine
+from services.target.inbox import Close, Open, Through
 from services.target.runner import SlotAdmit
 from slipstream.handoff.base import (
     ProposedTree,
@@ -75,7 +76,7 @@ class Machine:
         self.open()
 
     def open(self) -> None:
-        self.engine._handle(_Open(self.hear))
+        self.engine._handle(Open(self.hear))
         (ready,) = self.take()
         assert isinstance(ready, Ready) and ready.last_step == self.step
 
@@ -242,7 +243,7 @@ class Machine:
         if isinstance(self.runner, RunAheadFake) and self.runner.waiting:
             self.runner.land()
             if self.rng.random() < 0.8:
-                self.engine._handle(_Through())
+                self.engine._handle(Through())
                 self.settle()
 
     def prefill(self) -> None:
@@ -326,7 +327,7 @@ class Machine:
     def lose_gateway(self) -> None:
         done: list[bool] = []
         end = self.end
-        self.engine._handle(_Close(lambda: done.append(True)))
+        self.engine._handle(Close(lambda: done.append(True)))
         assert done and self.engine._slots.pool.free == 40
         assert end is None or not end.alive
         assert not self.steps and not self.linked
