@@ -133,6 +133,7 @@ def commands(
         ("no-cuda-graphs", None if settings.cuda_graphs else True),
         ("random-weights", settings.random_weights or None),
         ("threads", settings.threads),
+        ("step-limit-s", settings.step_limit_s),
         ("log-level", settings.log_level),
     ]
     for_target: list[Flag] = [

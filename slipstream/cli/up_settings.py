@@ -72,6 +72,12 @@ class UpSettings(ProcessSettings):
     restart: bool = Field(
         True, description="whether a target or draft that died is started again; else the cell ends"
     )
+    step_limit_s: float | None = Field(
+        None,
+        ge=0,
+        description="a step of target or draft that takes longer ends it, as if it had died; "
+        "0: no limit; default: 300",
+    )
     host: str = Field(LOOPBACK, description="address of the API")
     port: int = Field(8000, ge=0, le=65535, description="REST port; 0: any free one")
     grpc_port: int = Field(8001, ge=0, le=65535, description="gRPC port; 0: any free one")
