@@ -29,7 +29,7 @@ class Watchdog:
 
     Args:
         places: who is at work now; whoever waits for work is not named.
-        limit_s: how long one may be at the same.
+        limit_s: how long one may be at the same; 0: for any time, and nobody looks.
         end: called with the reason, once; ends the process without any of its clean-up, which could
             wait for the same thing.
     """
@@ -48,7 +48,8 @@ class Watchdog:
 
     def start(self) -> None:
         """Begins to look; not for engines that load or warm up."""
-        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        if self._limit_s:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def stop(self) -> None:
         """Looks no more."""

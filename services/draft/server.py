@@ -67,8 +67,7 @@ class DraftServer:
         self._acceptor.add_to(self._server.grpc)
         self._servicer = DraftServicer(self._acceptor, max_sessions, self._failed, lease_s)
         draft_pb2_grpc.add_DraftServiceServicer_to_server(self._servicer, self._server.grpc)
-        watched = self._servicer.at_work
-        self._watchdog = Watchdog(watched, step_limit_s) if step_limit_s else None
+        self._watchdog = Watchdog(self._servicer.at_work, step_limit_s)
         self.port = 0
 
     def _failed(self, error: BaseException) -> None:
@@ -84,8 +83,7 @@ class DraftServer:
         """Loads and warms the runner, then says SERVING. Raises what loading raised."""
         model = await asyncio.to_thread(self._load_model)
         self._servicer.serve(model)
-        if self._watchdog is not None:
-            self._watchdog.start()
+        self._watchdog.start()
         await self._server.ready()
         return model.runner.spec
 
@@ -99,8 +97,7 @@ class DraftServer:
 
     async def stop(self, reason: str = "the draft shuts down", grace_s: float = 3.0) -> None:
         """Says NOT_SERVING, ends every stream once its engine did what it was given, closes."""
-        if self._watchdog is not None:
-            self._watchdog.stop()
+        self._watchdog.stop()
         await self._server.ready(False)
         self._servicer.drain(reason)
         await self._server.stop(grace_s)

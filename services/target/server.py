@@ -54,7 +54,7 @@ class TargetServer:
         self._servicer = TargetServicer(self.engine, lease_s)
         self._server = Server([SERVICE])
         target_pb2_grpc.add_TargetServiceServicer_to_server(self._servicer, self._server.grpc)
-        self._watchdog = Watchdog(self._at_work, step_limit_s) if step_limit_s else None
+        self._watchdog = Watchdog(self._at_work, step_limit_s)
         self.port = 0
 
     def _at_work(self) -> dict[str, str]:
@@ -80,8 +80,7 @@ class TargetServer:
             raise self.failure.result()
         spec = self._loaded.result()
         self._servicer.loaded(spec)
-        if self._watchdog is not None:
-            self._watchdog.start()
+        self._watchdog.start()
         await self._server.ready()
         return spec
 
@@ -103,8 +102,7 @@ class TargetServer:
 
         An engine that is still loading is left alone: its thread does not hold the process.
         """
-        if self._watchdog is not None:
-            self._watchdog.stop()
+        self._watchdog.stop()
         runs = self._loaded.done() and not self.failure.done()
         if runs:
             await self._servicer.close()

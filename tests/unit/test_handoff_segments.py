@@ -7,7 +7,6 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -25,6 +24,7 @@ from slipstream.handoff.cuda_ipc.signals import HostSignals
 from slipstream.handoff.cuda_ipc.times import Times, Waits
 from slipstream.handoff.layout import RELEASED, RING, SETS, Flag, Layout
 from tests.fakes.device_steps import LAYOUT, SPEC
+from tests.waiting import until
 
 CPU = torch.device("cpu")
 NAME = "slipstream-00000000deadbeef-flags"
@@ -50,13 +50,6 @@ def end(process: subprocess.Popen[str]) -> None:
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         pipe.close()
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not true():
-        assert time.monotonic() < deadline, "not within the time"
-        time.sleep(0.005)
 
 
 def test_a_segment_is_shared_and_goes_with_its_owner() -> None:

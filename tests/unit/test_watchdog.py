@@ -47,6 +47,13 @@ def test_only_who_is_at_the_same_for_too_long_is_ended() -> None:
     assert said.empty()
 
 
+def test_without_a_limit_nobody_looks() -> None:
+    looks: queue.Queue[None] = queue.Queue()
+    Watchdog(lambda: looks.put(None) or {}, 0.0).start()
+    time.sleep(0.2)
+    assert looks.empty()
+
+
 def test_stopped_it_ends_nothing() -> None:
     said: queue.Queue[str] = queue.Queue()
     dog = Watchdog(lambda: {"engine": "step 1"}, 0.2, said.put)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,13 +12,7 @@ from services.target.commands import StepKind
 from tests.fakes.target_driver import entry
 from tests.unit import run_ahead_rig
 from tests.unit.draft_rig import WAIT_S, Rig
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, "not within the time"
-        time.sleep(0.002)
+from tests.waiting import until
 
 
 def test_a_target_is_at_its_oldest_step() -> None:
