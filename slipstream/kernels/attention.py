@@ -3,7 +3,8 @@
 A program takes a tile of an entry's rows, with all query heads of one key head, over one part of
 its keys: the prefix, which every row sees, is cut into parts of about the same size on the device;
 the entry's own rows, masked, are the last part. Partial results are merged by their log-sum-exp.
-The grid depends on capacities alone, and a program without work writes nothing but "no keys".
+The grid depends on capacities alone: programs go through the tiles that there are, and a part
+without work writes nothing but "no keys".
 
 The plain version is `slipstream.layers.attention_device.TorchAttention`.
 """
@@ -12,18 +13,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels.attention_tiles import (
+    TILE_COUNT,
+    TILE_FIRST,
+    TILE_OFFSET,
+    TILE_SLOT,
+    TILE_START,
+    TILE_WORDS,
+    AttentionScratch,
+    plan_tiles,
+)
 from slipstream.layers.device_rows import DeviceRows, Mask
 
 MOST_SPLITS = 32
 ONE_SPLIT_ROWS = 512  # from here on the tiles alone fill the card
-PLAN_BLOCK = 32  # tiles of one planning program
+RESIDENT = 2  # programs that a multiprocessor holds at least
 LOG2_E = math.log2(math.e)
 
 
@@ -38,32 +48,6 @@ def choose_splits(rows: int, kv_heads: int, multiprocessors: int) -> int:
     programs = kv_heads * -(-rows // 16)
     most = min(MOST_SPLITS, max(1, multiprocessors // kv_heads))
     return max(1, min(most, 2 * multiprocessors // programs))
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionScratch:
-    """Memory of `TritonAttention`s that run one after the other; its content means nothing.
-
-    Attributes:
-        tiles: (N, 2) int32, of each tile its entry and its first row there; entry -1: no tile.
-        partial: (parts, hd) fp32, of each row, head and part of the keys its output.
-        lse: (parts,) fp32, the base-2 log-sum-exp of its scores; -inf without keys.
-    """
-
-    tiles: Tensor
-    partial: Tensor
-    lse: Tensor
-
-    @classmethod
-    def allocate(
-        cls, tiles: int, parts: int, head_dim: int, device: torch.device
-    ) -> AttentionScratch:
-        """Room for so many tiles and parts."""
-        return cls(
-            torch.empty(tiles, 2, dtype=torch.int32, device=device),
-            torch.empty(parts, head_dim, dtype=torch.float32, device=device),
-            torch.empty(parts, dtype=torch.float32, device=device),
-        )
 
 
 class TritonAttention:
@@ -105,10 +89,19 @@ class TritonAttention:
         self.tile = max(1, self._height // self._padded_group)
         self.tiles = min(rows.capacity, rows.most_entries) + rows.capacity // self.tile
         self.parts = rows.capacity * heads * (splits + 1) if splits > 1 else 0
+        # There may be as many tiles as entries, of one row each, but few steps have them: programs
+        # for all of them would mostly come and go. Those that the card holds at once go round.
+        self._grid = kv_heads, splits + 1 if splits > 1 else 1
+        resident = RESIDENT * _multiprocessors(device) // math.prod(self._grid)
+        self._rounds = min(self.tiles, max(resident, -(-rows.capacity // self.tile)))
         if scratch is None:
-            scratch = AttentionScratch.allocate(self.tiles, self.parts, head_dim, device)
-        if len(scratch.tiles) < self.tiles or len(scratch.lse) < self.parts:
-            raise ValueError(f"scratch must hold {self.tiles} tiles and {self.parts} parts")
+            scratch = AttentionScratch.allocate(
+                self.tiles + self._rounds, self.parts, head_dim, device
+            )
+        if len(scratch.tiles) < self.tiles + self._rounds or len(scratch.lse) < self.parts:
+            raise ValueError(
+                f"scratch must hold {self.tiles + self._rounds} tiles and {self.parts} parts"
+            )
         self.scratch = scratch
 
     @classmethod
@@ -132,16 +125,13 @@ class TritonAttention:
         splits = {b: choose_splits(b, kv_heads, _multiprocessors(device)) for b in buckets}
         sizes = [cls(meta.first(b), *shape, splits[b]) for b in buckets]
         scratch = AttentionScratch.allocate(
-            max(s.tiles for s in sizes), max(s.parts for s in sizes), head_dim, device
+            max(s.tiles + s._rounds for s in sizes), max(s.parts for s in sizes), head_dim, device
         )
         return {b: cls(rows.first(b), *shape, splits[b], scratch) for b in buckets}
 
     def plan(self, rows: DeviceRows) -> None:
         """Maps tiles to rows: once `rows` is filled, before the first layer."""
-        _plan_tiles[(triton.cdiv(self.tiles, PLAN_BLOCK),)](
-            rows.offsets, self.scratch.tiles, rows.most_entries, self.tiles,
-            TILE=self.tile, ENTRIES=triton.next_power_of_2(rows.most_entries), BLOCK=PLAN_BLOCK,
-        )  # fmt: skip
+        plan_tiles(rows, self.scratch.tiles, self.tile, self.tiles + self._rounds)
 
     def __call__(
         self,
@@ -166,9 +156,9 @@ class TritonAttention:
         """
         scratch, lanes = self.scratch, triton.next_power_of_2(self.head_dim)
         wide = lanes > 128 or self.dtype == torch.float32
-        _attend[(self.tiles, self.kv_heads, self.splits + 1 if self.splits > 1 else 1)](
+        _attend[(*self._grid, self._rounds)](
             q, k_pages, v_pages, out, scratch.tiles, scratch.partial, scratch.lse,
-            rows.counts, rows.slots, rows.offsets, rows.starts, rows.positions, rows.bits,
+            rows.counts, rows.positions, rows.bits,
             rows.tables, scale * LOG2_E, q.shape[0], rows.tables.stride(0),
             PAGE=self.page_size, WORDS=rows.bits.shape[1],
             HEADS=self.heads, KV=self.kv_heads, GROUP=self.heads // self.kv_heads,
@@ -189,26 +179,6 @@ def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4  # interpreted: enough for the prefix to be cut
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@triton.jit(do_not_specialize=["most_entries", "most_tiles"])
-def _plan_tiles(
-    offsets, tiles, most_entries, most_tiles,
-    TILE: tl.constexpr, ENTRIES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    entry = tl.arange(0, ENTRIES)
-    real = entry < most_entries
-    begin = tl.load(offsets + entry, mask=real, other=0)
-    count = (tl.load(offsets + entry + 1, mask=real, other=0) - begin + TILE - 1) // TILE
-    ends = tl.cumsum(count, 0)
-    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    passed = ends[None, :] <= tile[:, None]  # entries whose tiles all come before
-    owner = tl.sum(passed.to(tl.int32), 1)
-    skipped = tl.sum(tl.where(passed, count[None, :], 0), 1)
-    live = tile < tl.sum(count, 0)
-    inside = tile < most_tiles
-    tl.store(tiles + 2 * tile, tl.where(live, owner, -1), mask=inside)
-    tl.store(tiles + 2 * tile + 1, tl.where(live, (tile - skipped) * TILE, 0), mask=inside)
 
 
 @triton.jit
@@ -246,33 +216,70 @@ def _absorb(q, k, v, visible, scale, top, total, mixed):
 @triton.jit(do_not_specialize=["capacity", "table_stride"])
 def _attend(
     q, k_pages, v_pages, out, tiles, partial, lse,
-    counts, slots, offsets, starts, positions, bits, tables, scale, capacity, table_stride,
+    counts, positions, bits, tables, scale, capacity, table_stride,
     PAGE: tl.constexpr, WORDS: tl.constexpr, HEADS: tl.constexpr,
     KV: tl.constexpr, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, HD: tl.constexpr,
     LANES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     WINDOW: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    part = tl.program_id(2)
+    kv_head = tl.program_id(0)
+    part = tl.program_id(1)
+    first = tl.program_id(2)
+    step = tl.num_programs(2)
+    if SPLITS == 1:
+        # Without a merge it falls to these programs to clear the rows past the last one.
+        rows = tl.load(counts + 1)
+        for at in range(rows // TILE + first, tl.cdiv(capacity, TILE), step):
+            _clear(
+                out, at * TILE, rows, capacity, kv_head, HEADS, GROUP, PADDED_GROUP, HD, LANES, TILE
+            )
+    # The count is asked for first: what else a tile has comes with it into the nearest cache.
+    own = tiles + first * TILE_WORDS
+    while tl.load(own + TILE_COUNT) > 0:
+        _attend_tile(
+            q, k_pages, v_pages, out, own, partial, lse,
+            positions, bits, tables, scale, table_stride, kv_head, part,
+            PAGE, WORDS, HEADS, KV, GROUP, PADDED_GROUP, HD, LANES, TILE, BLOCK, SPLITS, WINDOW,
+            MASK,
+        )  # fmt: skip
+        own += step * TILE_WORDS
+
+
+@triton.jit
+def _clear(
+    out, at, rows, capacity, kv_head, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr, HD: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Zeros in the rows from `at` on that are not below `rows`, for one key head."""
+    lane = tl.arange(0, LANES)[None, :]
+    member = tl.arange(0, TILE * PADDED_GROUP)
+    in_group = member % PADDED_GROUP
+    row = at + member // PADDED_GROUP
+    past = (row >= rows) & (row < capacity) & (in_group < GROUP)
+    spot = row.to(tl.int64) * HEADS + kv_head * GROUP + in_group
+    zeros = tl.zeros((TILE * PADDED_GROUP, LANES), dtype=out.dtype.element_ty)
+    tl.store(out + spot[:, None] * HD + lane, zeros, mask=past[:, None] & (lane < HD))
+
+
+@triton.jit
+def _attend_tile(
+    q, k_pages, v_pages, out, own, partial, lse,
+    positions, bits, tables, scale, table_stride, kv_head, part,
+    PAGE: tl.constexpr, WORDS: tl.constexpr, HEADS: tl.constexpr,
+    KV: tl.constexpr, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, HD: tl.constexpr,
+    LANES: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """One part of the keys for the tile at `own`, and one key head."""
     lane = tl.arange(0, LANES)
     member = tl.arange(0, TILE * PADDED_GROUP)  # a row and a query head of this key head
     in_group = member % PADDED_GROUP
     head = kv_head * GROUP + in_group
-    if SPLITS == 1:
-        # Without a merge it falls to these programs to clear the rows past the last one.
-        beyond = tile * TILE + member // PADDED_GROUP
-        past = (beyond >= tl.load(counts + 1)) & (beyond < capacity) & (in_group < GROUP)
-        clear = out + (beyond.to(tl.int64) * HEADS + head)[:, None] * HD + lane[None, :]
-        zeros = tl.zeros((TILE * PADDED_GROUP, LANES), dtype=out.dtype.element_ty)
-        tl.store(clear, zeros, mask=past[:, None] & (lane[None, :] < HD))
-    entry = tl.load(tiles + 2 * tile)
-    if entry < 0:
-        return
-    first = tl.load(tiles + 2 * tile + 1)
-    offset = tl.load(offsets + entry)
-    count = tl.load(offsets + entry + 1) - offset
-    start = tl.load(starts + entry)
+    count = tl.load(own + TILE_COUNT)
+    first = tl.load(own + TILE_FIRST)
+    offset = tl.load(own + TILE_OFFSET)
+    start = tl.load(own + TILE_START)
+    table = tables + tl.load(own + TILE_SLOT).to(tl.int64) * table_stride
     node = first + member // PADDED_GROUP
     present = (node < count) & (in_group < GROUP)
     row = (offset + node).to(tl.int64)
@@ -291,64 +298,58 @@ def _attend(
         limit = tl.where(part == SPLITS, limit, 0)
     if (begin >= end) & (limit == 0):
         tl.store(lse + spot * (SPLITS + 1) + part, float("-inf"), mask=present)
-        return
-
-    table = tables + tl.load(slots + entry).to(tl.int64) * table_stride
-    k_head = k_pages + kv_head * HD
-    v_head = v_pages + kv_head * HD
-    query = tl.load(
-        q + spot[:, None] * HD + lane[None, :],
-        mask=present[:, None] & (lane[None, :] < HD), other=0.0,
-    )  # fmt: skip
-    position = tl.load(positions + row, mask=present, other=0)
-    top = tl.full((TILE * PADDED_GROUP,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((TILE * PADDED_GROUP,), dtype=tl.float32)
-    mixed = tl.zeros((TILE * PADDED_GROUP, LANES), dtype=tl.float32)
-    column = tl.arange(0, BLOCK)
-
-    for at in range(begin, end, BLOCK):
-        index = at + column
-        inside = index < end
-        places = _places(table, index, inside, PAGE)
-        k = _read(k_head, places, inside, KV * HD, HD, LANES)
-        v = _read(v_head, places, inside, KV * HD, HD, LANES)
-        visible = (index < end)[None, :]
-        if WINDOW > 0:
-            visible = visible & (position[:, None] - index[None, :] < WINDOW)
-        top, total, mixed = _absorb(query, k, v, visible, scale, top, total, mixed)
-
-    for at in range(0, limit, BLOCK):
-        other = at + column
-        inside = other < limit
-        places = _places(table, start + other, inside, PAGE)
-        k = _read(k_head, places, inside, KV * HD, HD, LANES)
-        v = _read(v_head, places, inside, KV * HD, HD, LANES)
-        visible = inside[None, :]
-        if MASK == 0:
-            visible = visible & (other[None, :] <= node[:, None])
-        if MASK == 1:
-            known = present & (at // 64 < WORDS)
-            word = tl.load(bits + row * WORDS + at // 64, mask=known, other=0)
-            shift = (at % 64 + column).to(tl.int64)
-            visible = visible & (((word[:, None] >> shift[None, :]) & 1) != 0)
-        if WINDOW > 0:
-            theirs = tl.load(positions + offset + other, mask=inside, other=0)
-            apart = position[:, None] - theirs[None, :]
-            visible = visible & (apart < WINDOW) & (apart > -WINDOW)
-        top, total, mixed = _absorb(query, k, v, visible, scale, top, total, mixed)
-
-    seen = total > 0
-    mixed = mixed / tl.where(seen, total, 1.0)[:, None]
-    stored = present[:, None] & (lane[None, :] < HD)
-    if SPLITS == 1:
-        tl.store(
-            out + spot[:, None] * HD + lane[None, :], mixed.to(out.dtype.element_ty), mask=stored
-        )
     else:
-        slot = spot * (SPLITS + 1) + part
-        sum_log = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
-        tl.store(lse + slot, sum_log, mask=present)
-        tl.store(partial + slot[:, None] * HD + lane[None, :], mixed, mask=stored)
+        k_head = k_pages + kv_head * HD
+        v_head = v_pages + kv_head * HD
+        query = tl.load(
+            q + spot[:, None] * HD + lane[None, :],
+            mask=present[:, None] & (lane[None, :] < HD), other=0.0,
+        )  # fmt: skip
+        position = tl.load(positions + row, mask=present, other=0)
+        top = tl.full((TILE * PADDED_GROUP,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((TILE * PADDED_GROUP,), dtype=tl.float32)
+        mixed = tl.zeros((TILE * PADDED_GROUP, LANES), dtype=tl.float32)
+        column = tl.arange(0, BLOCK)
+
+        # Blocks of the prefix, then of the own rows, in one loop: most programs go through it once,
+        # and a second loop would be code to fetch and nothing more.
+        before = tl.cdiv(tl.maximum(end - begin, 0), BLOCK)
+        for block in range(before + tl.cdiv(limit, BLOCK)):
+            at = (block - before) * BLOCK  # among the own rows; negative in the prefix
+            index = tl.where(at < 0, begin + block * BLOCK, start + at) + column
+            inside = index < tl.where(at < 0, end, start + limit)
+            other = index - start
+            places = _places(table, index, inside, PAGE)
+            k = _read(k_head, places, inside, KV * HD, HD, LANES)
+            v = _read(v_head, places, inside, KV * HD, HD, LANES)
+            visible = inside[None, :]
+            if MASK == 0:
+                visible = visible & (other[None, :] <= node[:, None])
+            if MASK == 1:
+                known = tl.where(present, at, -1)
+                known = (known >= 0) & (known < 64 * WORDS)
+                word = tl.load(bits + row * WORDS + at // 64, mask=known, other=0)
+                word = tl.where(at < 0, -1, word)  # all of the prefix is seen
+                shift = ((at & 63) + column).to(tl.int64)
+                visible = visible & (((word[:, None] >> shift[None, :]) & 1) != 0)
+            if WINDOW > 0:
+                own_key = inside & (other >= 0)
+                theirs = tl.load(positions + offset + other, mask=own_key, other=0)
+                apart = position[:, None] - tl.where(own_key, theirs, index)[None, :]
+                visible = visible & (apart < WINDOW) & (apart > -WINDOW)
+            top, total, mixed = _absorb(query, k, v, visible, scale, top, total, mixed)
+
+        seen = total > 0
+        mixed = mixed / tl.where(seen, total, 1.0)[:, None]
+        stored = present[:, None] & (lane[None, :] < HD)
+        if SPLITS == 1:
+            result = mixed.to(out.dtype.element_ty)
+            tl.store(out + spot[:, None] * HD + lane[None, :], result, mask=stored)
+        else:
+            slot = spot * (SPLITS + 1) + part
+            sum_log = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
+            tl.store(lse + slot, sum_log, mask=present)
+            tl.store(partial + slot[:, None] * HD + lane[None, :], mixed, mask=stored)
 
 
 @triton.jit
@@ -360,20 +361,21 @@ def _merge(
     row = tl.program_id(0)
     spot = row.to(tl.int64) * HEADS + tl.program_id(1)
     lane = tl.arange(0, LANES)
-    target = out + spot * HD + lane
-    if tl.load(entries + row) < 0:
-        tl.store(target, tl.zeros((LANES,), dtype=out.dtype.element_ty), mask=lane < HD)
-        return
     part = tl.arange(0, PADDED_PARTS)
+    # All loads go out at once: one after the other they would be most of this kernel's time.
+    present = tl.load(entries + row) >= 0
     logs = tl.load(lse + spot * PARTS + part, mask=part < PARTS, other=float("-inf"))
+    results = tl.load(
+        partial + (spot * PARTS + part)[:, None] * HD + lane[None, :],
+        mask=(part < PARTS)[:, None] & (lane[None, :] < HD), other=0.0,
+    )  # fmt: skip
+    # Of a row without an entry nothing was written, of a part without keys only the sum of logs:
+    # what lies in the rest may be anything, even NaN.
+    logs = tl.where(present, logs, float("-inf"))
     highest = tl.max(logs, 0)
     highest = tl.where(highest == float("-inf"), 0.0, highest)
     shares = tl.exp2(logs - highest)
-    # A part without keys was not written: what lies there may be anything, even NaN.
-    written = (shares > 0)[:, None] & (lane[None, :] < HD)
-    results = tl.load(
-        partial + (spot * PARTS + part)[:, None] * HD + lane[None, :], mask=written, other=0.0
-    )
+    results = tl.where((shares > 0)[:, None], results, 0.0)
     total = tl.sum(shares, 0)
     mixed = tl.sum(results * shares[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(target, mixed.to(out.dtype.element_ty), mask=lane < HD)
+    tl.store(out + spot * HD + lane, mixed.to(out.dtype.element_ty), mask=lane < HD)

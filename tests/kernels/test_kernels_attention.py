@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention import AttentionScratch, TritonAttention, choose_splits
+from slipstream.kernels.attention import TritonAttention, choose_splits
+from slipstream.kernels.attention_tiles import AttentionScratch
 from slipstream.layers.attention_device import DeviceAttention, TorchAttention
 from slipstream.layers.attention_reference import paged_attention_reference
 from slipstream.layers.device_rows import DeviceRows, Mask
@@ -164,14 +165,31 @@ def test_sixteen_bits(splits: int, kind: Mask, device: torch.device) -> None:
 def test_tiles_cover_every_row_once(device: torch.device) -> None:
     """For as many entries as fit, and for a single one."""
     for counts, entries in (([1] * 9, 9), ([33], 1), ([16, 17, 1], 40), ([1, 40, 2, 8], 4)):
-        case = Case(device, counts, [1] * len(counts), padding=0, entries=entries)
+        starts = [3 * e + 1 for e in range(len(counts))]
+        case = Case(device, counts, starts, padding=0, entries=entries)
         attention = case.triton(1)
         attention.plan(case.rows)
         tiles = attention.scratch.tiles.tolist()
-        live = [(e, first) for e, first in tiles if e >= 0]
-        want = [(e, f) for e, count in enumerate(counts) for f in range(0, count, attention.tile)]
-        assert live == want
-        assert tiles[len(live) :] == [[-1, 0]] * (len(tiles) - len(live))
+        offsets, slots = case.rows.offsets.tolist(), case.rows.slots.tolist()
+        want = [
+            [count, first, offsets[e], starts[e], slots[e]]
+            for e, count in enumerate(counts)
+            for first in range(0, count, attention.tile)
+        ]
+        assert [tile[:5] for tile in tiles[: len(want)]] == want
+        # Whoever goes round in any number of programs comes upon one.
+        assert len(tiles) - len(want) >= attention._rounds
+        assert all(tile[0] == 0 for tile in tiles[len(want) :])
+
+
+def test_programs_go_round_when_tiles_are_many(device: torch.device) -> None:
+    """Entries of one row each: more tiles than programs, with and without a merge."""
+    counts = [1] * 40
+    case = Case(device, counts, [7 * e for e in range(40)])
+    for splits in (1, 2):
+        attention = case.triton(splits)
+        attention._rounds = 3
+        case.check(case.run(attention))
 
 
 def test_no_entry_gives_zeros(device: torch.device) -> None:
