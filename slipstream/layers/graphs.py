@@ -83,7 +83,10 @@ class Graphs:
             assert self.stream is not None
             self.stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
+            # Of this thread's calls alone: another's look at an event would end a capture for all.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
+            ):
                 work()
             self.captured += 1
             graph.replay()  # the first replay uploads it

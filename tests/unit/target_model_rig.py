@@ -30,8 +30,9 @@ PROMPTS = [
 
 
 def load(pair: Pair, **more: Any) -> ModelRunner:
-    fields = {"model": str(pair.target), "draft": str(pair.draft), "dtype": "float32", "slots": 6}
-    fields |= {"pages": 200, "page_size": 8, "warmup": False} | more
+    """The plain runner, also where there is a GPU."""
+    fields = {"model": str(pair.target), "draft": str(pair.draft), "device": "cpu"}
+    fields |= {"dtype": "float32", "slots": 6, "pages": 200, "page_size": 8, "warmup": False} | more
     return load_runner(TargetSettings(**fields))
 
 
