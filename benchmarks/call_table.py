@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import threading
 import time
 from collections import defaultdict
@@ -29,6 +30,8 @@ BLOCKING = re.compile(
 
 VERIFY_BEGINS, VERIFY_ENDS = "_take_proposal", "_publish_context"
 """Kernels: the first of a step that takes a proposal, and the last of any step."""
+
+LONGEST_NAME = 160
 
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _CALLS = ("cuda_runtime", "cuda_driver")
@@ -146,7 +149,7 @@ def read_trace(
             by_thread[event["tid"]][event["name"]].append(float(event.get("dur", 0)))
         elif event.get("cat") in _ON_GPU:
             on_gpu.append((float(event["ts"]), float(event.get("dur", 0)), str(event["name"])))
-    found: dict[str, Any] = {"gpu": gaps(on_gpu)}
+    found: dict[str, Any] = {"gpu": gaps(on_gpu), "kernels": kernels(on_gpu, steps)}
     if not by_thread:
         found["calls"] = "CUPTI recorded no call of CUDA"
         return found
@@ -169,6 +172,23 @@ def read_trace(
         },
     }
     return found
+
+
+def kernels(work: Sequence[tuple[float, float, str]], steps: int) -> list[dict[str, Any]]:
+    """Of (begin, duration, name) of all that the GPU did: the most time first, in us."""
+    spent: dict[str, list[float]] = defaultdict(list)
+    for _, duration, name in work:
+        spent[name[:LONGEST_NAME]].append(duration)
+    rows = [
+        {
+            "name": name,
+            "per_step": round(len(times) / max(steps, 1), 3),
+            "median_us": round(statistics.median(times), 2),
+            "us": round(sum(times) / max(steps, 1), 2),
+        }
+        for name, times in spent.items()
+    ]
+    return sorted(rows, key=lambda row: -row["us"])
 
 
 def gaps(work: Sequence[tuple[float, float, str]]) -> Any:

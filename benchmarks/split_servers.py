@@ -156,7 +156,7 @@ def servers(cell: Cell, logs: Path, ready_s: float = READY_S) -> Iterator[Server
     """
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        environment = stack.enter_context(_shared_gpu()) if cell.on_gpu and cell.gpus == 1 else {}
+        environment = stack.enter_context(shared_gpu()) if cell.on_gpu and cell.gpus == 1 else {}
         began = time.monotonic()
         started: list[Server] = []
         for name, command in zip(("target", "draft"), cell.commands(), strict=True):
@@ -169,8 +169,11 @@ def servers(cell: Cell, logs: Path, ready_s: float = READY_S) -> Iterator[Server
 
 
 @contextmanager
-def _shared_gpu() -> Iterator[dict[str, str]]:
-    """A private MPS daemon for the first GPU; yields what its clients need."""
+def shared_gpu() -> Iterator[dict[str, str]]:
+    """A private MPS daemon for the first GPU; yields what its clients need.
+
+    Raises MpsUnavailable.
+    """
     gpus = visible_gpus()
     uuid = gpus[0].uuid if gpus else ""
     mps = PrivateMps(uuid)

@@ -1,30 +1,42 @@
-"""The whole split step of `step_time`: two servers under MPS, then the same in one process."""
+"""The whole split step of `step_time`: two servers under MPS, then the same in one process.
+
+The one process runs as a client of MPS too, with nobody beside it: what MPS itself takes. Of both
+its runs the kernels are told apart.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.split import Load, NoSession, Step, columns, driven
-from benchmarks.split_servers import Cell, servers
+from benchmarks.split_servers import Cell, servers, shared_gpu
 from benchmarks.split_summary import summary
 from benchmarks.stack import save
-from benchmarks.step_together import together
+from benchmarks.step_profile import profile
+from benchmarks.step_together import Together, together
 from slipstream.models import load_draft_config
 from slipstream.tree import TreeSpec, resolve_spec
 
 STEPS, WARM = 200, 20
+ALONE_S = 240.0
+"""Most seconds of the one process under MPS."""
 
 Failed = Callable[[str, Exception], None]
 
 
 class SplitSteps:
-    """Both ways of running a step, case by case; what fails is told to `failed`.
+    """The ways of running a step, case by case; what fails is told to `failed`.
 
     Attributes:
-        found: by case, `split`, `together` and `ratio`, the split step's period over the other's.
+        found: by case, `split`, `together` and `ratio`, the split step's period over the other's;
+            `alone` is `together` under MPS.
     """
 
     def __init__(
@@ -62,40 +74,77 @@ class SplitSteps:
         except Exception as error:
             self._failed("split servers", error)
 
+    def alone(self, folder: Path) -> None:
+        """The one process under MPS, as a child; nothing of this process may be on the GPU yet."""
+        args, out = self._args, folder / "alone.json"
+        command = [sys.executable, "-m", "benchmarks.step_time", "--split", "together"]
+        for flag in (
+            "target", "draft", "device", "batches", "contexts", "slots", "max-model-len",
+            "target-share", "draft-share", "tree-nodes", "tree-width",
+        ):  # fmt: skip
+            command += [f"--{flag}", str(getattr(args, flag.replace("-", "_")))]
+        try:
+            with shared_gpu() as environment, (folder / "alone.log").open("wb") as log:
+                subprocess.run(
+                    [*command, "--out", str(out)], env={**os.environ, **environment},
+                    stdout=log, stderr=log, timeout=ALONE_S, check=True,
+                )  # fmt: skip
+            for name, case in json.loads(out.read_text())["split"].items():
+                self._found(name, "alone", case["together"], case["kernels"].get("together"))
+        except Exception as error:
+            self._failed("one process under MPS", error)
+
     def together(self, target: Any, draft: Any, folder: Path) -> None:
         """Both runners of this process, whose slots and contexts are free."""
         for kind, batch in self._cases:
             name = f"{kind} x {batch}"
             self._case(name, "together", folder, self._together, target, draft, kind, batch)
 
-    def _split(self, both: Any, kind: Any, batch: int) -> list[Step]:
+    def _split(self, both: Any, kind: Any, batch: int) -> tuple[list[Step], None]:
         tree = self._trees[kind]
         load = Load(batch, self._context, kind, tree.budget, tree.width)
         with driven(both, load, both.cell.handoff) as run:
             run.settle()
-            return run.window(self._steps, warm=WARM)
+            return run.window(self._steps, warm=WARM), None
 
-    def _together(self, target: Any, draft: Any, kind: str, batch: int) -> list[Step]:
+    def _together(
+        self, target: Any, draft: Any, kind: str, batch: int
+    ) -> tuple[list[Step], dict[str, Any]]:
         with together(target, draft, self._trees[kind], batch, self._context) as run:
-            return run.run(WARM + self._steps)[WARM:]
+            steps = run.run(WARM + self._steps)[WARM:]
+            return steps, self._kernels(run)
+
+    def _kernels(self, run: Together) -> dict[str, Any]:
+        """Of steps that the host does not run ahead of."""
+
+        def step() -> None:
+            run.run(1)
+
+        return profile(step, self._args.device != "cpu")
 
     def _case(
-        self, name: str, way: str, folder: Path, work: Callable[..., list[Step]], *args: Any
+        self, name: str, way: str, folder: Path, work: Callable[..., Any], *args: Any
     ) -> None:
         try:
-            steps = work(*args)
+            steps, kernels = work(*args)
         except NoSession:
             raise
         except Exception as error:  # the others may still be measured
             self._failed(f"{way} {name}", error)
             return
-        case = self.found.setdefault(name, {})
-        case[way] = summary(steps)
-        case[f"{way}_p50_us"] = case[way]["period"]["p50"]
         save(folder / f"{way} {name}.steps.json".replace(" ", "_"), columns(steps))
+        self._found(name, way, summary(steps), kernels)
+
+    def _found(
+        self, name: str, way: str, said: dict[str, Any], kernels: dict[str, Any] | None
+    ) -> None:
+        case = self.found.setdefault(name, {"kernels": {}})
+        case[way], case[f"{way}_p50_us"] = said, said["period"]["p50"]
+        if kernels is not None:
+            case["kernels"][way] = kernels
         if "split" in case and "together" in case and case["together_p50_us"]:
             case["ratio"] = round(case["split_p50_us"] / case["together_p50_us"], 4)
-        print(f"{way:<9} {name:<12} {_line(case[way])}", flush=True)
+        print(f"{way:<9} {name:<12} {_line(said)}", flush=True)
         self._save()
 
     def table(self) -> None:
@@ -103,7 +152,8 @@ class SplitSteps:
         for name, case in self.found.items():
             print(
                 f"{name:<12} split {case.get('split_p50_us')} us, one process "
-                f"{case.get('together_p50_us')} us, ratio {case.get('ratio')}",
+                f"{case.get('together_p50_us')} us, ratio {case.get('ratio')}; "
+                f"one process under MPS {case.get('alone_p50_us')} us",
                 flush=True,
             )
 

@@ -6,7 +6,7 @@ step (draft, verify, features handed over through the host), a mixed batch, pref
 beside its floor by the copy bandwidth and the matrix rate of this run.
 
 With --split also the whole step of two servers under MPS, handed over on the device, against the
-same kernels in one process without a handoff.
+same kernels in one process without a handoff; `--split together` is that process alone.
 
     python -m benchmarks.step_time --out benchmarks/results/step_time.json
     python -m benchmarks.step_time --split only --out benchmarks/results/step_split.json
@@ -46,6 +46,8 @@ NOTE = (
     "end of the last, gaps included. context: mean of the case, which grows by a token a step."
 )
 TREE_NODES, TREE_WIDTH, MIXED_NODES = 64, 7, 128
+WITH_STEPS = ("no", "also")
+"""Of --split: those that measure the steps of each server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +285,10 @@ def run(args: argparse.Namespace) -> int:
         if args.split != "no":  # before this process is on the GPU
             split = SplitSteps(args, slots, length, report.failed, report.save)
             report.result["split"] = split.found
+        if split is not None and args.split != "together":
             split.split(folder)
+            if on_gpu:
+                split.alone(folder)
         report.result["machine"] = machine()
         # Before the servers take their shares.
         dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -302,7 +307,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"copy {rates.copy / 1e12:.3f} TB/s, {rates.matrix / 1e12:.1f} TFLOP/s", flush=True)
         loaded = load(setup)
         report.result["startup"] = loaded.startup
-        if args.split != "only":
+        if args.split in WITH_STEPS:
             rig = Rig(loaded, max(*plan.contexts, 2 * plan.chunk))
             item = torch.empty(0, dtype=getattr(torch, loaded.target.spec.dtype)).element_size()
             measured = Run(rig, plan, Floors(config, draft, item), rates, report)
@@ -312,7 +317,7 @@ def run(args: argparse.Namespace) -> int:
     except Exception as error:
         report.failed("start", error)
         return 1
-    if args.split != "only":
+    if args.split in WITH_STEPS:
         measured.all()
         if args.profile is not None:
             _profile(measured, args.profile)
@@ -374,7 +379,10 @@ def main() -> None:
     parser.add_argument("--target-share", type=float, default=0.75)
     parser.add_argument("--draft-share", type=float, default=0.15)
     parser.add_argument(
-        "--split", choices=("no", "also", "only"), default="no", help="the step of two servers"
+        "--split",
+        choices=(*WITH_STEPS, "only", "together"),
+        default="no",
+        help="the step of two servers",
     )
     parser.add_argument("--tree-nodes", type=int, default=TREE_NODES)
     parser.add_argument("--tree-width", type=int, default=TREE_WIDTH)

@@ -72,6 +72,10 @@ def test_a_trace_is_read_by_thread_and_step() -> None:
         assert found["engine_by"] == by
         assert found["blocking_per_step"] == 0.25
         assert found["gpu"]["between_verifies_us"] == {"n": 3, "p50": 20, "p90": 20, "max": 20}
+        assert found["kernels"] == [
+            {"name": "_publish_context", "per_step": 1, "median_us": 10, "us": 10},
+            {"name": "_take_proposal", "per_step": 1, "median_us": 5, "us": 5},
+        ]
     assert isinstance(read_trace(events[:1], {7}, 4)["calls"], str)
 
 
