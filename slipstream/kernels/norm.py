@@ -37,13 +37,16 @@ def add_rms_norm(
 
     The sum is rounded to the residual's type and the norm is taken of what was rounded. All are
     contiguous but `tap` (R, H): columns of a wider tensor, which receive the new residual too.
+
+    x may also be (P, R, H) fp32, the parts of a product: their sum, rounded to the residual's type,
+    is what is added.
     """
-    rows, hidden = x.shape
+    rows, hidden = residual.shape
     block = triton.next_power_of_2(hidden)
     _add_rms_norm[(rows,)](
-        x, residual, weight, eps, out, residual if tap is None else tap,
-        HIDDEN=hidden, TAP=tap is not None, TAP_STRIDE=0 if tap is None else tap.stride(0),
-        BLOCK=block, num_warps=_warps(block),
+        x, residual, weight, eps, out, residual if tap is None else tap, rows,
+        PARTS=x.shape[0] if x.dim() == 3 else 0, HIDDEN=hidden, TAP=tap is not None,
+        TAP_STRIDE=0 if tap is None else tap.stride(0), BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
 
 
@@ -113,16 +116,22 @@ def _rms_norm(x, weight, eps, out, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * HIDDEN + lane, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_rms_norm(
-    x, residual, weight, eps, out, tap,
-    HIDDEN: tl.constexpr, TAP: tl.constexpr, TAP_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    x, residual, weight, eps, out, tap, rows,
+    PARTS: tl.constexpr, HIDDEN: tl.constexpr, TAP: tl.constexpr, TAP_STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     inside = lane < HIDDEN
     at = row * HIDDEN + lane
     added = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        for part in tl.static_range(1, PARTS):
+            more = x + tl.cast(rows, tl.int64) * (part * HIDDEN) + at
+            added += tl.load(more, mask=inside, other=0.0)
+        added = added.to(residual.dtype.element_ty).to(tl.float32)
     before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     total = (added + before).to(residual.dtype.element_ty)
     tl.store(residual + at, total, mask=inside)

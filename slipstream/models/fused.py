@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,12 +24,55 @@ Attend = Callable[[int, Tensor], Tensor]
 Pages = Callable[[int], tuple[Tensor, Tensor]]
 """pages(layer) -> its keys and values, (pages, page_size, kv, hd) each."""
 
+MOST_PARTS = 8
+PART_INPUTS = 1024
+"""Least inputs of a part: fewer, and it is over before its weights flow."""
+
+PARTS_ROWS = 32
+"""Most rows of a product in parts: with more there are tiles enough."""
+
+TILE_OUTPUTS = 128
+
+
+def choose_parts(inputs: int, outputs: int, multiprocessors: int) -> int:
+    """Into how many parts the sums of a product of few rows are cut, so that all fill the card.
+
+    Tiles of the outputs alone would leave multiprocessors without weights to read. A library cuts
+    such sums itself and then adds the parts up in a kernel of their own; here `add_rms_norm` does.
+    """
+    tiles, parts = -(-outputs // TILE_OUTPUTS), 1
+    while (
+        2 * parts <= MOST_PARTS
+        and 2 * parts * tiles <= multiprocessors
+        and inputs % (2 * parts) == 0
+        and inputs // (2 * parts) >= PART_INPUTS
+    ):
+        parts *= 2
+    return parts
+
 
 class FusedLinear:
-    """The unpacked weight of a `Linear`, multiplied into a given buffer."""
+    """The unpacked weight of a `Linear`, multiplied into a given buffer.
 
-    def __init__(self, linear: Linear) -> None:
-        self.weight, self.bias = linear.plain.t(), linear.bias  # (in, out)
+    Attributes:
+        parts: of its sums, which `in_parts` leaves apart.
+    """
+
+    def __init__(self, linear: Linear, parts: int = 1) -> None:
+        weight, self.bias, self.parts = linear.plain, linear.bias, parts
+        self.weight = weight.t()  # (in, out)
+        cut = weight.view(weight.shape[0], parts, -1)
+        self._parts = cut.permute(1, 2, 0)  # (parts, in / parts, out)
+
+    def in_parts(self, x: Tensor, out: Tensor) -> Tensor:
+        """Writes to out (parts, R, out) fp32 the products of each part of x (R, in); no bias.
+
+        Both are contiguous; the sum over the parts is x W^T.
+        """
+        cut = x.view(x.shape[0], self.parts, -1).transpose(0, 1)
+        if x.is_cuda and x.dtype != torch.float32:
+            return torch.bmm(cut, self._parts, out_dtype=torch.float32, out=out)
+        return torch.bmm(cut.float(), self._parts.float(), out=out)
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """Writes x (R, in) W^T + b to out (R, out) and returns it."""
@@ -51,14 +95,22 @@ class _Layer:
     post_norm: RMSNorm
 
     @classmethod
-    def of(cls, layer: DecoderLayer) -> _Layer:
+    def of(cls, layer: DecoderLayer, multiprocessors: int) -> _Layer:
+        """`multiprocessors`: of the card whose products are cut into parts; 0: none is."""
         norm = layer.qk_norm
+
+        def cut(linear: Linear) -> FusedLinear:
+            if linear.bias is not None:
+                return FusedLinear(linear)
+            size = linear.in_features, linear.out_features
+            return FusedLinear(linear, choose_parts(*size, multiprocessors))
+
         return cls(
             index=layer.index,
             qkv=FusedLinear(layer.qkv),
-            o=FusedLinear(layer.o),
+            o=cut(layer.o),
             gate_up=FusedLinear(layer.gate_up),
-            down=FusedLinear(layer.down),
+            down=cut(layer.down),
             q_norm=None if norm is None else norm.weight[0],
             k_norm=None if norm is None else norm.weight[layer.heads],
             qk_eps=0.0 if norm is None else norm.eps,
@@ -81,10 +133,16 @@ class FusedDecoder:
         rope: Rope,
         positions: int,
         capacity: int,
+        multiprocessors: int | None = None,
     ) -> None:
-        """For absolute positions below `positions`; takes the layers' weights as they are."""
+        """For absolute positions below `positions`; takes the layers' weights as they are.
+
+        `multiprocessors`: see `choose_parts`; by default the GPU's, for weights of 16 bits.
+        """
         first, weight = layers[0], norm.weight
-        self._layers = [_Layer.of(layer) for layer in layers]
+        if multiprocessors is None:
+            multiprocessors = _multiprocessors(weight)
+        self._layers = [_Layer.of(layer, multiprocessors) for layer in layers]
         self._norm = norm
         self.capacity, self.hidden_size = capacity, weight.shape[0]
         self.heads, self.kv_heads, self.head_dim = first.heads, first.kv, first.dim
@@ -99,6 +157,9 @@ class FusedDecoder:
         self._q = buffer(first.heads, first.dim)
         self._gate_up = buffer(first.gate_up.out_features)
         self._gated = buffer(first.down.in_features)
+        parts = max(max(layer.o.parts, layer.down.parts) for layer in self._layers)
+        rows = min(capacity, PARTS_ROWS) if parts > 1 else 0
+        self._parts = torch.empty(parts * rows * self.hidden_size, device=weight.device)
 
     @torch.inference_mode()
     def forward(
@@ -145,15 +206,30 @@ class FusedDecoder:
                 qkv, self.cos_sin, layer.q_norm, layer.k_norm, layer.qk_eps, q,
                 *pages(layer.index), rows, value_scale,
             )  # fmt: skip
-            layer.o(attend(layer.index, q), added)
+            mixed = self._product(layer.o, attend(layer.index, q), added)
             post = layer.post_norm
-            add_rms_norm(added, x, post.weight, post.eps, normed)
+            add_rms_norm(mixed, x, post.weight, post.eps, normed)
             silu_mul(layer.gate_up(normed, gate_up), gated)
-            layer.down(gated, added)
+            mixed = self._product(layer.down, gated, added)
             target = normed if following is not self._norm or out is None else out
             tap = columns.get(layer.index)
-            add_rms_norm(added, x, following.weight, following.eps, target, tap)
+            add_rms_norm(mixed, x, following.weight, following.eps, target, tap)
         return normed if out is None else out
+
+    def _product(self, linear: FusedLinear, x: Tensor, out: Tensor) -> Tensor:
+        """x W^T + b, in parts or in `out`, for `add_rms_norm`."""
+        rows = len(x)
+        if linear.parts == 1 or rows > PARTS_ROWS:
+            return linear(x, out)
+        shape = linear.parts, rows, self.hidden_size
+        return linear.in_parts(x, self._parts[: math.prod(shape)].view(shape))
+
+
+def _multiprocessors(weight: Tensor) -> int:
+    """Of the GPU that multiplies by `weight`; 0 where a product is not cut into parts."""
+    if not weight.is_cuda or weight.dtype == torch.float32:
+        return 0
+    return torch.cuda.get_device_properties(weight.device).multi_processor_count
 
 
 def _columns(taps: Sequence[int], out: Tensor, hidden: int) -> dict[int, Tensor]:

@@ -16,10 +16,11 @@ from slipstream.layers.attention import paged_attention, write_kv
 from slipstream.layers.attention_device import DeviceAttention, TorchAttention
 from slipstream.layers.device_rows import DeviceRows, Mask
 from slipstream.layers.rows import RowBatch, pack_bits
+from slipstream.models import fused as fused_module
 from slipstream.models.causal_lm import CausalLM
 from slipstream.models.decoder import Attend
 from slipstream.models.draft_head import DraftHead
-from slipstream.models.fused import FusedDecoder, FusedLinear
+from slipstream.models.fused import FusedDecoder, FusedLinear, choose_parts
 from tests.tiny import Kind, make_pair, make_target
 
 PAGE = 4
@@ -205,6 +206,58 @@ def test_draft(head_kind: str, tmp_path: Path, device: torch.device) -> None:
     )
     equal(hidden[:13], want)
     same_cache(cache, want_cache)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "parts"),
+    [
+        (4096, 4096, 4), (12288, 4096, 4), (6144, 2048, 4), (2048, 2048, 2), (28672, 8192, 2),
+        (1536, 576, 1), (9 * 1024, 4096, 4), (3 * 1024, 1024, 2), (4096, 24576, 1),
+    ],
+)  # fmt: skip
+def test_parts_fill_the_card(inputs: int, outputs: int, parts: int) -> None:
+    assert choose_parts(inputs, outputs, 132) == parts
+    assert choose_parts(inputs, outputs, 0) == 1
+
+
+def test_products_in_parts(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They add up to the whole ones, as long as the rows are few; others are not cut."""
+    monkeypatch.setattr(fused_module, "PART_INPUTS", 8)
+    monkeypatch.setattr(fused_module, "PARTS_ROWS", 10)
+    model = CausalLM.load(make_target(tmp_path / "target", "qwen3"), torch.float32, device)
+    model.layers = model.layers[:2]
+    whole, cut = (
+        FusedDecoder(model.layers, model.norm, model.rope, 64, 32, multiprocessors)
+        for multiprocessors in (0, 8)
+    )
+    assert {layer.down.parts for layer in whole._layers} == {1}
+    assert all(layer.o.parts > 1 and layer.down.parts > 1 for layer in cut._layers)
+    calls: list[int] = []
+    in_parts = FusedLinear.in_parts
+
+    def counted(linear: FusedLinear, x: Tensor, out: Tensor) -> Tensor:
+        calls.append(len(x))
+        return in_parts(linear, x, out)
+
+    monkeypatch.setattr(FusedLinear, "in_parts", counted)
+    for counts in ([4, 3], [6, 5]):
+        batch = RowBatch.build(counts, [3, 2], [[1, 2, 3], [4, 5, 0]], device=device)
+        rows = device_rows(batch, device)
+        ids = torch.arange(7, 7 + sum(counts), device=device, dtype=torch.int32)
+        found = []
+        for fused in (whole, cut):
+            cache = make_cache(model.config.num_layers, batch, device)
+            x = embedded(ids, model.vocabulary.embedding, rows.capacity)
+            windows, masks = [None] * 2, [Mask.CHAIN] * 2
+            hidden, taps = run_fused(
+                fused, TritonAttention, x, rows, cache, windows, masks, taps=[1]
+            )
+            found.append((hidden[: sum(counts)].clone(), taps[: sum(counts)]))
+        equal(found[1][0], found[0][0])
+        equal(found[1][1], found[0][1])
+    assert calls == [10] * 4  # of the first batch, padding included
 
 
 def test_a_pass_leaves_nothing_for_the_next(tmp_path: Path, device: torch.device) -> None:

@@ -103,6 +103,19 @@ def test_norms_equal_the_plain_layer(hidden: int, dtype: torch.dtype, device: to
 
 
 @pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("parts", [1, 4])
+def test_norm_of_a_product_in_parts(parts: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Their sum is rounded before it is added, as a whole product would be."""
+    cut = values(parts, 3, 576, dtype=torch.float32, device=device)
+    residual, weight = (values(*s, dtype=dtype, device=device, seed=1) for s in ((3, 576), (576,)))
+    total, normed = add_rms_norm_reference(cut.sum(0).to(dtype), residual, weight, EPS)
+    out = poisoned(3, 576, dtype=dtype, device=device)
+    add_rms_norm(cut, residual, weight, EPS, out)
+    close(residual, total)
+    close(out, normed)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("inner", [80, 1536])
 def test_silu_mul(inner: int, dtype: torch.dtype, device: torch.device) -> None:
     gate_up = 4 * values(5, 2 * inner, dtype=dtype, device=device)
