@@ -129,8 +129,14 @@ def scatter_reference(pages: Tensor, rows: DeviceRows, values: Tensor) -> None:
 
 @triton.jit
 def _place(row, entry, slots, offsets, starts, tables, table_stride, PAGE: tl.constexpr):
-    """Index of a row in the cache seen as (pages * page_size) places, 64 bits."""
+    """Index of a row in the cache seen as (pages * page_size) places, 64 bits.
+
+    Of a row without an entry, whose is -1, any.
+    """
+    has_entry = entry >= 0
+    entry = tl.maximum(entry, 0)
     index = tl.load(starts + entry) + row - tl.load(offsets + entry)
+    index = tl.where(has_entry, index, 0)
     slot = tl.load(slots + entry).to(tl.int64)
     page = tl.load(tables + slot * table_stride + index // PAGE).to(tl.int64)
     return page * PAGE + index % PAGE
@@ -178,11 +184,15 @@ def _rope_write(
 ):  # fmt: skip
     row = tl.program_id(0)
     part = tl.program_id(1)
+    # Nothing branches on the entry, for loads after a branch would wait for it; a row without one
+    # has no heads to store.
     entry = tl.load(entries + row)
-    if entry < 0:
-        return
+    position = tl.load(positions + row)
+    position = tl.where(entry >= 0, position, 0)
+    heads = tl.where(entry >= 0, HEADS, 0)
+    kv_heads = tl.where(entry >= 0, KV, 0)
     wide_row = row.to(tl.int64)
-    rotation = cos_sin + tl.load(positions + row).to(tl.int64) * DIM
+    rotation = cos_sin + position.to(tl.int64) * DIM
     source = qkv + wide_row * ((HEADS + 2 * KV) * HD)
     lane = tl.arange(0, LANES)[None, :]
     if part < Q_BLOCKS:
@@ -192,7 +202,7 @@ def _rope_write(
             source, head * HD, present, q_norm, head * 0, eps, rotation, HD, LANES, DIM, NORM
         )
         target = q_out + wide_row * (HEADS * HD) + head * HD + lane
-        tl.store(target, q.to(q_out.dtype.element_ty), mask=present & (lane < HD))
+        tl.store(target, q.to(q_out.dtype.element_ty), mask=(head < heads) & (lane < HD))
     else:
         place = _place(row, entry, slots, offsets, starts, tables, table_stride, PAGE)
         if part < Q_BLOCKS + KV_BLOCKS:
@@ -203,13 +213,14 @@ def _rope_write(
                 HD, LANES, DIM, NORM,
             )  # fmt: skip
             target = k_pages + place * (KV * HD) + head * HD + lane
-            tl.store(target, k.to(k_pages.dtype.element_ty), mask=present & (lane < HD))
+            tl.store(target, k.to(k_pages.dtype.element_ty), mask=(head < kv_heads) & (lane < HD))
         else:
             head = (part - Q_BLOCKS - KV_BLOCKS) * BLOCK + tl.arange(0, BLOCK)[:, None]
             inside = (head < KV) & (lane < HD)
             v = tl.load(source + (HEADS + KV) * HD + head * HD + lane, mask=inside, other=0.0)
             v = (v.to(tl.float32) * value_scale).to(v_pages.dtype.element_ty)
-            tl.store(v_pages + place * (KV * HD) + head * HD + lane, v, mask=inside)
+            target = v_pages + place * (KV * HD) + head * HD + lane
+            tl.store(target, v, mask=(head < kv_heads) & (lane < HD))
 
 
 @triton.jit(do_not_specialize=["table_stride"])

@@ -178,8 +178,11 @@ def test_rope_write(
     shape = (rows.tables.numel(), 4, kv, dim)
     k_pages, v_pages = (poisoned(*shape, dtype=dtype, device=device) for _ in range(2))
     norms = (q_norm, k_norm) if normed else (None, None)
+    rows.positions[total:] = 10**8  # of rows without an entry nothing is read
     rope_write(qkv, table, *norms, EPS, q_out, k_pages, v_pages, rows, 0.7)
+    rows.positions[total:] = 0
     assert torch.equal(qkv, before)
+    assert q_out[total:].isnan().all()
 
     parts = qkv.view(capacity, -1, dim).split((heads, kv, kv), 1)
     q, k = (
