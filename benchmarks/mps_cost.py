@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kill_trial import FINISHED, FLAG, LAUNCHED, RELEASED, Gpu, checked, daemon
+from benchmarks.stack import machine, save
 
 PTX = b"""
 .version 7.8
@@ -254,7 +255,7 @@ def main() -> None:
             lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
             results[name] = json.loads(lines[-1]) if lines else {"failed": done.returncode}
     if args.out:
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        save(args.out, {"machine": machine(), **results})
 
 
 if __name__ == "__main__":
