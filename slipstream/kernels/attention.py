@@ -33,7 +33,7 @@ from slipstream.layers.device_rows import DeviceRows, Mask
 
 MOST_SPLITS = 32
 ONE_SPLIT_ROWS = 512  # from here on the tiles alone fill the card
-RESIDENT = 2  # programs that a multiprocessor holds at least
+RESIDENT = 2  # programs that a multiprocessor holds, up to heads of 128
 LOG2_E = math.log2(math.e)
 
 
@@ -66,6 +66,7 @@ class TritonAttention:
         dtype: torch.dtype,
         splits: int | None = None,
         scratch: AttentionScratch | None = None,
+        multiprocessors: int | None = None,
     ) -> None:
         """For rows of the capacity of `rows`.
 
@@ -73,14 +74,17 @@ class TritonAttention:
             dtype: of queries, pages and output.
             splits: parts of the prefix; 1: nothing to merge. Default: `choose_splits`.
             scratch: memory to share with other instances; by default its own.
+            multiprocessors: of the card; by default of the rows' device.
 
         Raises ValueError when `scratch` is too small.
         """
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.page_size, self.dtype = page_size, dtype
         device = rows.entries.device
+        if multiprocessors is None:
+            multiprocessors = _multiprocessors(device)
         if splits is None:
-            splits = choose_splits(rows.capacity, kv_heads, _multiprocessors(device))
+            splits = choose_splits(rows.capacity, kv_heads, multiprocessors)
         self.splits = splits
         # fp32 products run outside the tensor cores on twice the bytes: smaller blocks.
         self._height = 64 if dtype != torch.float32 else 32
@@ -92,7 +96,7 @@ class TritonAttention:
         # There may be as many tiles as entries, of one row each, but few steps have them: programs
         # for all of them would mostly come and go. Those that the card holds at once go round.
         self._grid = kv_heads, splits + 1 if splits > 1 else 1
-        resident = RESIDENT * _multiprocessors(device) // math.prod(self._grid)
+        resident = RESIDENT * multiprocessors // math.prod(self._grid)
         self._rounds = min(self.tiles, max(resident, -(-rows.capacity // self.tile)))
         if scratch is None:
             scratch = AttentionScratch.allocate(
@@ -122,12 +126,12 @@ class TritonAttention:
         meta = DeviceRows.allocate(
             rows.capacity, rows.most_entries, rows.tables.to("meta"), "meta", 1
         )
-        splits = {b: choose_splits(b, kv_heads, _multiprocessors(device)) for b in buckets}
-        sizes = [cls(meta.first(b), *shape, splits[b]) for b in buckets]
+        count = _multiprocessors(device)  # which "meta" has not
+        sizes = [cls(meta.first(b), *shape, multiprocessors=count) for b in buckets]
         scratch = AttentionScratch.allocate(
             max(s.tiles + s._rounds for s in sizes), max(s.parts for s in sizes), head_dim, device
         )
-        return {b: cls(rows.first(b), *shape, splits[b], scratch) for b in buckets}
+        return {b: cls(rows.first(b), *shape, scratch=scratch) for b in buckets}
 
     def plan(self, rows: DeviceRows) -> None:
         """Maps tiles to rows: once `rows` is filled, before the first layer."""

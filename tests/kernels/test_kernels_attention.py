@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels import attention as attention_module
 from slipstream.kernels.attention import TritonAttention, choose_splits
 from slipstream.kernels.attention_tiles import AttentionScratch
 from slipstream.layers.attention_device import DeviceAttention, TorchAttention
@@ -200,6 +201,23 @@ def test_no_entry_gives_zeros(device: torch.device) -> None:
     case.rows.entries.fill_(-1)
     for attention in (case.triton(1), case.triton(2), TorchAttention(case.rows, *case.shape)):
         assert not case.run(attention).any()
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (9, 3), (8, 1)])
+def test_scratch_is_that_of_the_card(
+    heads: tuple[int, int], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sized without memory is sized for the card all the same."""
+    monkeypatch.setattr(
+        attention_module, "_multiprocessors", lambda d: 4 if d.type == "meta" else 132
+    )
+    for entries, sizes in ((1, [16]), (32, [16, 64, 512]), (8, [8, 128])):
+        tables = torch.zeros(entries, 4, dtype=torch.int32, device=device)
+        rows = DeviceRows.allocate(sizes[-1], entries, tables, device, 1)
+        made = TritonAttention.for_buckets(rows, sizes, *heads, 64, 16, torch.bfloat16)
+        assert {size: made[size].splits for size in sizes} == {
+            size: choose_splits(size, heads[1], 132) for size in sizes
+        }
 
 
 def test_buckets_share_scratch(device: torch.device) -> None:
