@@ -97,21 +97,12 @@ class Waiter(Gpu):
         one = (1, 1, 1)
         checked(self.driver.cuLaunchKernel(self.poll_kernel, *one, *one, 0, self.stream, values, 0))
 
-    def park(self, kind: str) -> None:
-        """Waits as a neighbour does."""
-        address = self.word if "gpu" in kind else self.flags + 8 * FLAG
-        if kind.startswith("stream"):
-            checked(self.driver.cuStreamWaitValue64(self.stream, address, 1, 0))
-        else:
-            self.poll(address, 1)
-
-    def hop(self, way: str, wait: int, write: int, number: int) -> None:
-        """Waits for the number in one word, then writes it to another."""
+    def hold(self, way: str, address: int, least: int) -> None:
+        """The stream goes on when the word is at least so much, by one of WAYS."""
         if way == "stream":
-            self.wait(wait, number)
+            checked(self.driver.cuStreamWaitValue64(self.stream, address, least, 0))
         else:
-            self.poll(self.flags + 8 * wait, number)
-        self.write(write, number)
+            self.poll(address, least)
 
     def chain(self, cycles: int, shared: int) -> Any:
         """A graph of KERNELS kernels that follow one another."""
@@ -135,11 +126,14 @@ class Waiter(Gpu):
 def neighbour(segment: str, kind: str) -> None:
     """Parks, or hops; ends when the segment says so."""
     gpu = Waiter(segment)
+    flag = gpu.flags + 8 * FLAG
     if kind.startswith("hops"):
         for number in range(1, HOPS + 1):
-            gpu.hop(kind.removeprefix("hops "), FLAG, FINISHED, number)
+            gpu.hold(kind.removeprefix("hops "), flag, number)
+            gpu.write(FINISHED, number)
     elif kind != "idle":
-        gpu.park(kind)
+        way, where, *_ = kind.split()
+        gpu.hold(way, gpu.word if where == "gpu" else flag, 1)
     gpu.words[READY] = 1
     while not gpu.words[LAUNCHED]:
         time.sleep(0.001)
@@ -153,8 +147,8 @@ def neighbour(segment: str, kind: str) -> None:
 
 @contextmanager
 def beside(gpu: Waiter, segment: str, kind: str) -> Iterator[None]:
-    """The neighbour, ready."""
-    if kind == "none":
+    """The neighbour, ready; if any."""
+    if kind.startswith("none"):
         yield
         return
     for word in (LAUNCHED, FLAG, FINISHED, READY):
@@ -200,7 +194,7 @@ def measure(segment: str, mps: bool) -> dict[str, Any]:
     graphs = {name: gpu.chain(*size) for name, size in SIZES.items()}
     found: dict[str, Any] = {}
     for kind in [*(NEIGHBOURS if mps else ("none", "idle")), "none again"]:
-        with beside(gpu, segment, "none" if kind == "none again" else kind):
+        with beside(gpu, segment, kind):
             found[kind] = {name: round(timed(gpu, graph), 1) for name, graph in graphs.items()}
         print(f"{'MPS' if mps else 'no MPS':<7} {kind:<12} {found[kind]}", flush=True)
     if mps:
@@ -219,10 +213,7 @@ def hop_time(gpu: Waiter, segment: str, way: str) -> float:
             if number == HOPS // 2 + 1:
                 checked(driver.cuEventRecord(begin, gpu.stream))
             gpu.write(FLAG, number)
-            if way == "stream":
-                gpu.wait(FINISHED, number)
-            else:
-                gpu.poll(gpu.flags + 8 * FINISHED, number)
+            gpu.hold(way, gpu.flags + 8 * FINISHED, number)
         checked(driver.cuEventRecord(end, gpu.stream))
         if not gpu.idle_within(20.0):
             raise RuntimeError(f"the hops ({way}) stand still at {gpu.words[FINISHED]}")

@@ -8,8 +8,9 @@ from typing import Any
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
+from benchmarks.call_table import LONGEST_NAME
+
 STEPS, WARM = 5, 3
-LONGEST_NAME = 160
 
 
 def profile(step: Callable[[], None], on_gpu: bool) -> dict[str, Any]:

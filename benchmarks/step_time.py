@@ -282,13 +282,13 @@ def run(args: argparse.Namespace) -> int:
     folder = args.out.with_suffix("")
     split = None
     try:
-        if args.split != "no":  # before this process is on the GPU
+        if args.split != "no":
             split = SplitSteps(args, slots, length, report.failed, report.save)
             report.result["split"] = split.found
-        if split is not None and args.split != "together":
-            split.split(folder)
-            if on_gpu:
-                split.alone(folder)
+            if args.split != "together":  # before this process is on the GPU
+                split.split(folder)
+                if on_gpu:
+                    split.alone(folder)
         report.result["machine"] = machine()
         # Before the servers take their shares.
         dtype = torch.bfloat16 if on_gpu else torch.float32

@@ -98,14 +98,11 @@ class TritonAttention:
         self._grid = kv_heads, splits + 1 if splits > 1 else 1
         resident = RESIDENT * multiprocessors // math.prod(self._grid)
         self._rounds = min(self.tiles, max(resident, -(-rows.capacity // self.tile)))
+        self.planned = self.tiles + self._rounds  # each program comes upon one that is none
         if scratch is None:
-            scratch = AttentionScratch.allocate(
-                self.tiles + self._rounds, self.parts, head_dim, device
-            )
-        if len(scratch.tiles) < self.tiles + self._rounds or len(scratch.lse) < self.parts:
-            raise ValueError(
-                f"scratch must hold {self.tiles + self._rounds} tiles and {self.parts} parts"
-            )
+            scratch = AttentionScratch.allocate(self.planned, self.parts, head_dim, device)
+        if len(scratch.tiles) < self.planned or len(scratch.lse) < self.parts:
+            raise ValueError(f"scratch must hold {self.planned} tiles and {self.parts} parts")
         self.scratch = scratch
 
     @classmethod
@@ -129,13 +126,13 @@ class TritonAttention:
         count = _multiprocessors(device)  # which "meta" has not
         sizes = [cls(meta.first(b), *shape, multiprocessors=count) for b in buckets]
         scratch = AttentionScratch.allocate(
-            max(s.tiles + s._rounds for s in sizes), max(s.parts for s in sizes), head_dim, device
+            max(s.planned for s in sizes), max(s.parts for s in sizes), head_dim, device
         )
         return {b: cls(rows.first(b), *shape, scratch=scratch) for b in buckets}
 
     def plan(self, rows: DeviceRows) -> None:
         """Maps tiles to rows: once `rows` is filled, before the first layer."""
-        plan_tiles(rows, self.scratch.tiles, self.tile, self.tiles + self._rounds)
+        plan_tiles(rows, self.scratch.tiles, self.tile, self.planned)
 
     def __call__(
         self,

@@ -44,7 +44,7 @@ def add_rms_norm(
     rows, hidden = residual.shape
     block = triton.next_power_of_2(hidden)
     _add_rms_norm[(rows,)](
-        x, residual, weight, eps, out, residual if tap is None else tap, rows,
+        x, residual, weight, eps, out, residual if tap is None else tap,
         PARTS=x.shape[0] if x.dim() == 3 else 0, HIDDEN=hidden, TAP=tap is not None,
         TAP_STRIDE=0 if tap is None else tap.stride(0), BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
@@ -116,9 +116,9 @@ def _rms_norm(x, weight, eps, out, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * HIDDEN + lane, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def _add_rms_norm(
-    x, residual, weight, eps, out, tap, rows,
+    x, residual, weight, eps, out, tap,
     PARTS: tl.constexpr, HIDDEN: tl.constexpr, TAP: tl.constexpr, TAP_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -128,9 +128,9 @@ def _add_rms_norm(
     at = row * HIDDEN + lane
     added = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if PARTS > 0:
+        whole = tl.num_programs(0).to(tl.int64) * HIDDEN  # elements of a part: a program has a row
         for part in tl.static_range(1, PARTS):
-            more = x + tl.cast(rows, tl.int64) * (part * HIDDEN) + at
-            added += tl.load(more, mask=inside, other=0.0)
+            added += tl.load(x + part * whole + at, mask=inside, other=0.0)
         added = added.to(residual.dtype.element_ty).to(tl.float32)
     before = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     total = (added + before).to(residual.dtype.element_ty)
