@@ -32,7 +32,13 @@ from slipstream.kernels.norm import (
     rms_norm,
     rms_norm_reference,
 )
-from slipstream.kernels.rope_kv import rope_context, rope_reference, rope_table, rope_write
+from slipstream.kernels.rope_kv import (
+    PlacedRows,
+    rope_context,
+    rope_reference,
+    rope_table,
+    rope_write,
+)
 from slipstream.layers.rope import Rope
 from slipstream.layers.rope_config import RopeConfig
 
@@ -163,8 +169,9 @@ def _rope_write(bench: Bench, entries: int, count: int, tree: bool) -> Probe:
     keys, values = pages.unbind()
     q_norm, k_norm = bench.randn(m.dim), bench.randn(m.dim)
     table = _cos_sin(bench, m.dim, context + total + 1)
+    placed = PlacedRows.allocate(total, table).find(rows, table, PAGE)
     calls = [
-        partial(rope_write, qkv[i], table, q_norm, k_norm, EPS, q[i], keys[i], values[i], rows)
+        partial(rope_write, qkv[i], placed, q_norm, k_norm, EPS, q[i], keys[i], values[i])
         for i in range(sets)
     ]
 

@@ -6,6 +6,8 @@ are left alone. Page offsets are 64-bit: a cache has more elements than 32 bits 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -33,41 +35,81 @@ def rope_table(rope: Rope, positions: int) -> Tensor:
     return table
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedRows:
+    """What of R rows is the same in every layer, found once for a forward pass.
+
+    A layer's kernel that looked it up itself would follow entry, slot and page from one load to the
+    next, and take most of its time for that.
+
+    Attributes:
+        places: (R,) int64, the row's place in the cache seen as (pages * page_size) of them: row i
+            of entry e lies at index starts[e] + i of its slot; -1 of a row without an entry.
+        rotations: (R, 2, dim / 2) fp32, of `rope_table` what belongs to the row's position.
+    """
+
+    places: Tensor
+    rotations: Tensor
+
+    @classmethod
+    def allocate(cls, rows: int, cos_sin: Tensor) -> PlacedRows:
+        """Room for `rows` rows, which `cos_sin` will rotate."""
+        return cls(
+            torch.empty(rows, dtype=torch.int64, device=cos_sin.device),
+            torch.empty(rows, *cos_sin.shape[1:], device=cos_sin.device),
+        )
+
+    def first(self, rows: int) -> PlacedRows:
+        """The same memory seen as room for `rows` rows."""
+        return PlacedRows(self.places[:rows], self.rotations[:rows])
+
+    def find(self, rows: DeviceRows, cos_sin: Tensor, page_size: int) -> PlacedRows:
+        """Fills both for `rows` of as many rows; returns itself.
+
+        `cos_sin` is `rope_table`, longer than any of the rows' positions.
+        """
+        dim = 2 * cos_sin.shape[2]
+        _find_rows[(self.places.shape[0],)](
+            cos_sin, self.places, self.rotations,
+            rows.entries, rows.positions, rows.slots, rows.offsets, rows.starts, rows.tables,
+            rows.tables.stride(0), PAGE=page_size, DIM=dim, LANES=triton.next_power_of_2(dim),
+            num_warps=1,
+        )  # fmt: skip
+        return self
+
+
 def rope_write(
     qkv: Tensor,
-    cos_sin: Tensor,
+    placed: PlacedRows,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
     q_out: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
-    rows: DeviceRows,
     value_scale: float = 1.0,
 ) -> None:
     """Norms and rotates the queries and keys of R rows; scatters keys and values to their pages.
 
     Args:
         qkv: (R, (heads + 2 * kv) * hd) contiguous; left as it is.
-        cos_sin: `rope_table`; longer than any of the rows' positions.
+        placed: where each row goes, and its rotation.
         q_norm, k_norm: (hd,) each, or both None.
         q_out: (R, heads, hd) contiguous, receives the queries of every row that has an entry.
         k_pages, v_pages: (pages, page_size, kv, hd) contiguous.
-        rows: of R rows; row i of entry e is written to index starts[e] + i of its slot.
         value_scale: factor on the values.
     """
     heads, dim = q_out.shape[1:]
-    page_size, kv = k_pages.shape[1:3]
+    kv = k_pages.shape[2]
     block = min(HEADS, triton.next_power_of_2(kv))
     q_blocks, kv_blocks = triton.cdiv(heads, block), triton.cdiv(kv, block)
     none = qkv  # never read
     _rope_write[(qkv.shape[0], q_blocks + 2 * kv_blocks)](
-        qkv, cos_sin, none if q_norm is None else q_norm, none if k_norm is None else k_norm, eps,
-        q_out, k_pages, v_pages, value_scale,
-        rows.entries, rows.positions, rows.slots, rows.offsets, rows.starts, rows.tables,
-        rows.tables.stride(0), PAGE=page_size, HEADS=heads, KV=kv, HD=dim,
-        DIM=2 * cos_sin.shape[2], NORM=q_norm is not None, Q_BLOCKS=q_blocks, KV_BLOCKS=kv_blocks,
-        BLOCK=block, LANES=triton.next_power_of_2(dim), num_warps=4 if block * dim > 512 else 2,
+        qkv, none if q_norm is None else q_norm, none if k_norm is None else k_norm, eps,
+        q_out, k_pages, v_pages, value_scale, placed.places, placed.rotations,
+        HEADS=heads, KV=kv, HD=dim, DIM=2 * placed.rotations.shape[2],
+        NORM=q_norm is not None, Q_BLOCKS=q_blocks, KV_BLOCKS=kv_blocks, BLOCK=block,
+        LANES=triton.next_power_of_2(dim), num_warps=4 if block * dim > 512 else 2,
     )  # fmt: skip
 
 
@@ -175,24 +217,37 @@ def _rotated(
 
 
 @triton.jit(do_not_specialize=["table_stride"])
+def _find_rows(
+    cos_sin, places, rotations, entries, positions, slots, offsets, starts, tables, table_stride,
+    PAGE: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    entry = tl.load(entries + row)
+    position = tl.load(positions + row)
+    position = tl.where(entry >= 0, position, 0).to(tl.int64)
+    place = _place(row, entry, slots, offsets, starts, tables, table_stride, PAGE)
+    lane = tl.arange(0, LANES)
+    rotation = tl.load(cos_sin + position * DIM + lane, mask=lane < DIM)
+    tl.store(rotations + row.to(tl.int64) * DIM + lane, rotation, mask=lane < DIM)
+    tl.store(places + row, tl.where(entry >= 0, place, -1))
+
+
+@triton.jit
 def _rope_write(
-    qkv, cos_sin, q_norm, k_norm, eps, q_out, k_pages, v_pages, value_scale,
-    entries, positions, slots, offsets, starts, tables, table_stride,
-    PAGE: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr,
+    qkv, q_norm, k_norm, eps, q_out, k_pages, v_pages, value_scale, places, rotations,
+    HEADS: tl.constexpr, KV: tl.constexpr,
     HD: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr, Q_BLOCKS: tl.constexpr,
     KV_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     part = tl.program_id(1)
-    # Nothing branches on the entry, for loads after a branch would wait for it; a row without one
+    # Nothing branches on the place, for loads after a branch would wait for it; a row without one
     # has no heads to store.
-    entry = tl.load(entries + row)
-    position = tl.load(positions + row)
-    position = tl.where(entry >= 0, position, 0)
-    heads = tl.where(entry >= 0, HEADS, 0)
-    kv_heads = tl.where(entry >= 0, KV, 0)
+    place = tl.load(places + row)
+    heads = tl.where(place >= 0, HEADS, 0)
+    kv_heads = tl.where(place >= 0, KV, 0)
     wide_row = row.to(tl.int64)
-    rotation = cos_sin + position.to(tl.int64) * DIM
+    rotation = rotations + wide_row * DIM
     source = qkv + wide_row * ((HEADS + 2 * KV) * HD)
     lane = tl.arange(0, LANES)[None, :]
     if part < Q_BLOCKS:
@@ -204,7 +259,6 @@ def _rope_write(
         target = q_out + wide_row * (HEADS * HD) + head * HD + lane
         tl.store(target, q.to(q_out.dtype.element_ty), mask=(head < heads) & (lane < HD))
     else:
-        place = _place(row, entry, slots, offsets, starts, tables, table_stride, PAGE)
         if part < Q_BLOCKS + KV_BLOCKS:
             head = (part - Q_BLOCKS) * BLOCK + tl.arange(0, BLOCK)[:, None]
             present = head < KV

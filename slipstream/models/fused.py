@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.kernels.activation import silu_mul
 from slipstream.kernels.norm import add_rms_norm, rms_norm
-from slipstream.kernels.rope_kv import rope_table, rope_write
+from slipstream.kernels.rope_kv import PlacedRows, rope_table, rope_write
 from slipstream.layers.device_rows import DeviceRows
 from slipstream.layers.linear import Linear
 from slipstream.layers.norm import RMSNorm
@@ -147,6 +147,7 @@ class FusedDecoder:
         self.capacity, self.hidden_size = capacity, weight.shape[0]
         self.heads, self.kv_heads, self.head_dim = first.heads, first.kv, first.dim
         self.cos_sin = rope_table(rope, positions)
+        self._placed = PlacedRows.allocate(capacity, self.cos_sin)
 
         def buffer(*shape: int) -> Tensor:
             return torch.empty(capacity, *shape, dtype=weight.dtype, device=weight.device)
@@ -199,12 +200,14 @@ class FusedDecoder:
         )  # fmt: skip
         norms = [*(layer.input_norm for layer in self._layers[1:]), self._norm]
         entrance = self._layers[0].input_norm
+        page_size = pages(self._layers[0].index)[0].shape[1]
+        placed = self._placed.first(count).find(rows, self.cos_sin, page_size)
         rms_norm(x, entrance.weight, entrance.eps, normed)
         for layer, following in zip(self._layers, norms, strict=True):
             layer.qkv(normed, qkv)
             rope_write(
-                qkv, self.cos_sin, layer.q_norm, layer.k_norm, layer.qk_eps, q,
-                *pages(layer.index), rows, value_scale,
+                qkv, placed, layer.q_norm, layer.k_norm, layer.qk_eps, q, *pages(layer.index),
+                value_scale,
             )  # fmt: skip
             mixed = self._product(layer.o, attend(layer.index, q), added)
             post = layer.post_norm

@@ -19,6 +19,7 @@ from slipstream.kernels.norm import (
     rms_norm_reference,
 )
 from slipstream.kernels.rope_kv import (
+    PlacedRows,
     rope_context,
     rope_reference,
     rope_table,
@@ -179,7 +180,8 @@ def test_rope_write(
     k_pages, v_pages = (poisoned(*shape, dtype=dtype, device=device) for _ in range(2))
     norms = (q_norm, k_norm) if normed else (None, None)
     rows.positions[total:] = 10**8  # of rows without an entry nothing is read
-    rope_write(qkv, table, *norms, EPS, q_out, k_pages, v_pages, rows, 0.7)
+    placed = PlacedRows.allocate(capacity, table).find(rows, table, 4)
+    rope_write(qkv, placed, *norms, EPS, q_out, k_pages, v_pages, 0.7)
     rows.positions[total:] = 0
     assert torch.equal(qkv, before)
     assert q_out[total:].isnan().all()
@@ -206,7 +208,9 @@ def test_rope_write_equals_the_plain_layers(kind: str, device: torch.device) -> 
     weight = values(2, dim, dtype=torch.float32, device=device, seed=5)
     q_out = torch.empty(5, heads, dim, device=device)
     pages = torch.zeros(2, rows.tables.numel(), 4, kv, dim, device=device)
-    rope_write(qkv, rope_table(rope, 20), weight[0], weight[1], EPS, q_out, *pages, rows)
+    table = rope_table(rope, 20)
+    placed = PlacedRows.allocate(5, table).find(rows, table, 4)
+    rope_write(qkv, placed, weight[0], weight[1], EPS, q_out, *pages)
     both = torch.cat([weight[:1].expand(heads, -1), weight[1:].expand(kv, -1)])
     qk = RMSNorm(both, EPS)(qkv.view(5, -1, dim)[:, : heads + kv])
     close(q_out, rope.rotate(qk, rope(rows.positions))[:, :heads])
@@ -243,7 +247,8 @@ def test_positions_may_differ_from_the_places(device: torch.device) -> None:
     qkv = values(1, 3 * 16, dtype=torch.float32, device=device).expand(4, -1).contiguous()
     pages = torch.zeros(2, rows.tables.numel(), 4, 1, 16, device=device)
     q_out = torch.empty(4, 1, 16, device=device)
-    rope_write(qkv, table, None, None, EPS, q_out, *pages, rows)
+    placed = PlacedRows.allocate(4, table).find(rows, table, 4)
+    rope_write(qkv, placed, None, None, EPS, q_out, *pages)
     assert torch.equal(q_out[1], q_out[2])
     table_row = rows.tables[rows.slots[0].item()].tolist()
     stored = [pages[0, table_row[i // 4], i % 4] for i in (6, 7, 8, 9)]
