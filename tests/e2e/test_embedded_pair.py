@@ -26,6 +26,7 @@ STACKS = {
     "jetspec chain": ("jetspec", {"tree": "chain", "width": 1, "budget": 16}, "1"),
     "jetspec top2gap": ("jetspec", {"tree": "top2gap", "width": 4, "budget": 32}, "1"),
     "jetspec wide, lock-step": ("jetspec", {"tree": "top2gap", "width": 7, "budget": 64}, "0"),
+    "dflash top2gap": ("dflash", {"tree": "top2gap", "width": 4, "budget": 32}, "1"),
     "dflash best_first": ("dflash", {"tree": "best_first", "width": 4, "budget": 32}, "1"),
 }
 
@@ -84,7 +85,8 @@ def plain() -> Iterator[Results]:
         yield collect(running)
 
 
-SLOW = ("jetspec wide, lock-step",)  # top2gap has another stack; lock-step runs over the fakes
+# A chain and a tree, a head each, are enough for every change; lock-step runs over the fakes.
+SLOW = ("jetspec top2gap", "jetspec wide, lock-step", "dflash best_first")
 
 
 @pytest.fixture(

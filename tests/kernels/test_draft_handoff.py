@@ -108,7 +108,7 @@ def test_random_lives(twins: Twins, device: torch.device) -> None:
     """Slots come and go, rows are lost and found again, records lie."""
     rng = twins.rng
     told = 0
-    for _ in range(9 if device.type == "cpu" else 300):
+    for _ in range(7 if device.type == "cpu" else 300):
         for slot in range(SLOTS):
             if slot not in twins.requests:
                 if rng.random() < 0.4:
