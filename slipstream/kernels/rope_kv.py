@@ -1,7 +1,7 @@
 """Head norms and RoPE of fresh queries and keys, and the scatter of keys and values into pages.
 
-Both writers find a row's place in the cache through `DeviceRows`; rows without an entry (padding)
-are left alone. Page offsets are 64-bit: a cache has more elements than 32 bits can count.
+A row's place in the cache is found through `DeviceRows`; rows without an entry (padding) are left
+alone. Page offsets are 64-bit: a cache has more elements than 32 bits can count.
 """
 
 from __future__ import annotations
@@ -171,17 +171,15 @@ def scatter_reference(pages: Tensor, rows: DeviceRows, values: Tensor) -> None:
 
 @triton.jit
 def _place(row, entry, slots, offsets, starts, tables, table_stride, PAGE: tl.constexpr):
-    """Index of a row in the cache seen as (pages * page_size) places, 64 bits.
-
-    Of a row without an entry, whose is -1, any.
-    """
+    """Index of a row in the cache seen as (pages * page_size) places, 64 bits; -1 of a row without
+    an entry, whose is -1."""
     has_entry = entry >= 0
     entry = tl.maximum(entry, 0)
     index = tl.load(starts + entry) + row - tl.load(offsets + entry)
     index = tl.where(has_entry, index, 0)
     slot = tl.load(slots + entry).to(tl.int64)
     page = tl.load(tables + slot * table_stride + index // PAGE).to(tl.int64)
-    return page * PAGE + index % PAGE
+    return tl.where(has_entry, page * PAGE + index % PAGE, -1)
 
 
 @triton.jit
@@ -229,15 +227,14 @@ def _find_rows(
     lane = tl.arange(0, LANES)
     rotation = tl.load(cos_sin + position * DIM + lane, mask=lane < DIM)
     tl.store(rotations + row.to(tl.int64) * DIM + lane, rotation, mask=lane < DIM)
-    tl.store(places + row, tl.where(entry >= 0, place, -1))
+    tl.store(places + row, place)
 
 
 @triton.jit
 def _rope_write(
     qkv, q_norm, k_norm, eps, q_out, k_pages, v_pages, value_scale, places, rotations,
-    HEADS: tl.constexpr, KV: tl.constexpr,
-    HD: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr, Q_BLOCKS: tl.constexpr,
-    KV_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    HEADS: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr,
+    Q_BLOCKS: tl.constexpr, KV_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -258,23 +255,22 @@ def _rope_write(
         )
         target = q_out + wide_row * (HEADS * HD) + head * HD + lane
         tl.store(target, q.to(q_out.dtype.element_ty), mask=(head < heads) & (lane < HD))
+    elif part < Q_BLOCKS + KV_BLOCKS:
+        head = (part - Q_BLOCKS) * BLOCK + tl.arange(0, BLOCK)[:, None]
+        present = head < KV
+        k = _rotated(
+            source + HEADS * HD, head * HD, present, k_norm, head * 0, eps, rotation,
+            HD, LANES, DIM, NORM,
+        )  # fmt: skip
+        target = k_pages + place * (KV * HD) + head * HD + lane
+        tl.store(target, k.to(k_pages.dtype.element_ty), mask=(head < kv_heads) & (lane < HD))
     else:
-        if part < Q_BLOCKS + KV_BLOCKS:
-            head = (part - Q_BLOCKS) * BLOCK + tl.arange(0, BLOCK)[:, None]
-            present = head < KV
-            k = _rotated(
-                source + HEADS * HD, head * HD, present, k_norm, head * 0, eps, rotation,
-                HD, LANES, DIM, NORM,
-            )  # fmt: skip
-            target = k_pages + place * (KV * HD) + head * HD + lane
-            tl.store(target, k.to(k_pages.dtype.element_ty), mask=(head < kv_heads) & (lane < HD))
-        else:
-            head = (part - Q_BLOCKS - KV_BLOCKS) * BLOCK + tl.arange(0, BLOCK)[:, None]
-            inside = (head < KV) & (lane < HD)
-            v = tl.load(source + (HEADS + KV) * HD + head * HD + lane, mask=inside, other=0.0)
-            v = (v.to(tl.float32) * value_scale).to(v_pages.dtype.element_ty)
-            target = v_pages + place * (KV * HD) + head * HD + lane
-            tl.store(target, v, mask=(head < kv_heads) & (lane < HD))
+        head = (part - Q_BLOCKS - KV_BLOCKS) * BLOCK + tl.arange(0, BLOCK)[:, None]
+        inside = (head < KV) & (lane < HD)
+        v = tl.load(source + (HEADS + KV) * HD + head * HD + lane, mask=inside, other=0.0)
+        v = (v.to(tl.float32) * value_scale).to(v_pages.dtype.element_ty)
+        target = v_pages + place * (KV * HD) + head * HD + lane
+        tl.store(target, v, mask=(head < kv_heads) & (lane < HD))
 
 
 @triton.jit(do_not_specialize=["table_stride"])
