@@ -282,7 +282,7 @@ def test_as_through_the_host(pair: Pair, runner: DeviceRunner, gate: Gate) -> No
             gate.open.set()
 
     got = play(driver, told)
-    driver.engine.check()
+    driver.check()
     cursors = [int(row) for row in runner._slots.cursor[:2]]
     assert cursors == [slot.cursor for slot in driver.engine._slots]
     assert cursors == [int(row) for row in runner._slots.state.start[:2]]

@@ -90,7 +90,7 @@ def vocabulary(pair: Pair) -> Vocabulary:
 def driver(pair: Pair) -> Iterator[Driver[ModelRunner]]:
     made = Driver(load(pair))
     yield made
-    made.engine.check()
+    made.check()
     made.engine.stop()
     assert not made.failure
 

@@ -51,7 +51,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def driver(llama: Pair) -> Iterator[Driver[ModelRunner]]:
     made = Driver(load(llama))
     yield made
-    made.engine.check()
+    made.check()
     made.engine.stop()
     assert not made.failure
 
@@ -83,7 +83,7 @@ def test_greedy_equals_transformers_and_trees_change_nothing(pair: Pair) -> None
         assert generate(driver, requests, trees) == list(want.values())
         assert max(r.verified for r in requests) > 1
         assert sum(r.accepted for r in requests) >= least
-    driver.engine.check()
+    driver.check()
     driver.engine.stop()
     assert not driver.failure
 
@@ -174,7 +174,7 @@ def test_near_the_window(llama: Pair) -> None:
         request = Request(prompt)
         generate(driver, [request], trees, count=3)
         assert request.got == want[id(prompt)][:3] and request.finish is Finish.LIMIT
-    driver.engine.check()
+    driver.check()
     driver.engine.stop()
     assert not driver.failure
 
@@ -238,7 +238,7 @@ def test_without_a_head_nothing_is_kept_or_published(llama: Pair) -> None:
     assert (runner.spec.feature_width, runner.spec.fingerprints) == (0, {})
     driver = Driver(runner)
     assert generate(driver, [Request(PROMPTS[0])])[0] == hf_greedy(llama.target, PROMPTS[0])
-    driver.engine.check()
+    driver.check()
     driver.engine.stop()
 
 

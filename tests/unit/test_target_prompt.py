@@ -26,7 +26,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 def driver(pair: Pair) -> Iterator[Driver[ModelRunner]]:
     made = Driver(load(pair))
     yield made
-    made.engine.check()
+    made.check()
     made.engine.stop()
     assert not made.failure
 
@@ -87,7 +87,7 @@ def test_a_scored_request_is_padding_until_it_is_released(driver: Driver[ModelRu
     driver.admit(0, [5, 6, 7], limit=3, prompt_logprobs=1)
     done = driver.prefill(0, 0, 3).entries[0]
     assert done.result.finish is Finish.LIMIT and len(done.result.prompt_logprobs) == 2
-    driver.engine.check()
+    driver.check()
     again = driver.decode(PlanEntry(0, 1, 9, nodes=1)).entries[0]
     assert again.outcome is Outcome.PADDING
     driver.send(lambda n: Release(n, 0, 1))
