@@ -48,12 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    """One loop for all, since the cell lives on it."""
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 async def cell(folder: Path) -> AsyncIterator[Clients]:
     """Clients of a gateway with its own scheduler, over a fake target and a fake draft."""
     async with AsyncExitStack() as stack:
