@@ -291,7 +291,10 @@ class _Stop:
 
 def _stop_on_signals() -> _Stop:
     stop = _Stop(asyncio.Event())
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # it is under nohup
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
         asyncio.get_running_loop().add_signal_handler(number, stop.signal)
     return stop
 

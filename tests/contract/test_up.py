@@ -192,6 +192,26 @@ def test_a_signal_stops_all(
     assert "--pin-nodes" in gateway["flags"]
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_hangup_stops_all_unless_nohup_has_it_ignored(
+    up: Callable[..., subprocess.Popen[str]], ignored: bool
+) -> None:
+    own = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        process = up()  # it inherits that
+    finally:
+        signal.signal(signal.SIGHUP, own)
+    assert process.stdout is not None
+    assert any("curl" in line for line in iter(process.stdout.readline, ""))
+    process.send_signal(signal.SIGHUP)
+    if ignored:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.communicate(timeout=1)
+        process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, log
+
+
 def test_a_second_signal_does_not_wait(
     up: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:

@@ -117,6 +117,7 @@ class Draft:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.fakes.device_steps", *arguments],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=True,  # a stopped member may bring a hangup on its process group
         )  # fmt: skip
         self.port = int(self.says())
 
