@@ -7,6 +7,9 @@ import torch
 
 CUDA = torch.cuda.is_available()
 
+if not CUDA:
+    torch.set_num_threads(1)  # interpreted blocks are small; more threads only spin
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
