@@ -18,7 +18,7 @@ import slipstream.cli
 from benchmarks.stack import Answer, Ask, Stack, stack
 
 PROMPTS = Path(slipstream.cli.__file__).parent / "data" / "demo_prompts.jsonl"
-TOKENS = 24
+TOKENS = 16
 SMALL = ("--dtype", "float32", "--max-model-len", "512", "--slots", "8")
 STRANGERS = 7
 
@@ -62,9 +62,10 @@ def strangers() -> list[Ask]:
 
 def collect(running: Stack) -> Results:
     mixed = running.ask_all([*strangers()[:4], seeded_asks()[0], *strangers()[4:]], STRANGERS + 1)
+    alone, *others = seeded_asks()
     return Results(
         greedy=running.ask_all(greedy_asks(), 8),
-        seeded=[running.ask(ask) for ask in seeded_asks()],
+        seeded=[running.ask(alone), *running.ask_all(others, len(others))],
         among_strangers=mixed[4],
     )
 
