@@ -7,12 +7,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 
-@pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    """grpc.aio runs on asyncio only."""
-    return "asyncio"
-
-
 @pytest.fixture(scope="session", autouse=True)
 async def loop(anyio_backend: str) -> AsyncIterator[None]:
     """Keeps one event loop for all tests.
