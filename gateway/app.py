@@ -40,6 +40,9 @@ from slipstream.metrics import CONTENT_TYPE, render
 MAX_BODY = 8 << 20
 """Most bytes of a request body; the longest windows need about 1 MiB of text."""
 
+MAX_DRAINED = 64 << 20
+"""Most that is read of a body that is refused: many clients read no answer before all is sent."""
+
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 _SHORT = 1 << 16  # bytes of a body that is read on the event loop
@@ -199,9 +202,12 @@ async def _read(request: Request) -> bytes:
     size = 0
     async for part in request.stream():
         size += len(part)
-        if size > MAX_BODY:
-            raise HTTPException(413, f"the body is larger than {MAX_BODY} bytes")
-        parts.append(part)
+        if size > MAX_DRAINED:
+            break
+        if size <= MAX_BODY:
+            parts.append(part)
+    if size > MAX_BODY:
+        raise HTTPException(413, f"the body is larger than {MAX_BODY} bytes")
     return b"".join(parts)
 
 

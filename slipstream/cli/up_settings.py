@@ -244,6 +244,8 @@ def _first_handed_out() -> int:
 def _check_tree(settings: UpSettings) -> None:
     text = settings.speculative_config
     if text is None:
+        if settings.tree == "chain" and settings.width not in (None, 1):
+            raise ConfigError(f"--width: {settings.width}: a --tree chain has width 1")
         return
     for flag in ("tree", "width", "budget"):
         if getattr(settings, flag) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,20 @@ async def test_a_body_too_large(tmp_path: Path) -> None:
         response = await s.http.post("/v1/completions", content=b" " * (9 << 20))
         assert response.status_code == 413
         assert response.json()["error"]["code"] == "request_too_large"
+
+
+async def test_a_body_too_large_is_refused_also_when_all_is_sent_first(tmp_path: Path) -> None:
+    """Else a client that reads no answer before would see its connection reset."""
+    async with stage(tmp_path) as s:
+        connection = HTTPConnection(s.front.http)
+
+        def post() -> int:
+            body, last = b" " * (30 << 20), {"Connection": "close"}
+            connection.request("POST", "/v1/completions", body, last)
+            return connection.getresponse().status
+
+        assert await asyncio.to_thread(post) == 413
+        connection.close()
 
 
 async def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:

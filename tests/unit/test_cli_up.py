@@ -59,6 +59,7 @@ def model(tmp_path: Path) -> Path:
         (["--speculative-config=[1]"], "--speculative-config: .* must be a JSON object, got .1"),
         (['--speculative-config={"deep": 1}'], "--speculative-config: .* no key 'deep'"),
         (['--speculative-config={"width": "4"}'], "--speculative-config: .*width .*'4'"),
+        (["--tree=chain", "--width=3"], "--width: 3: a --tree chain has width 1"),
         (["--target="], "--target: '' "),
         (["--tool-parser=xml"], "--tool-parser: .*got 'xml'"),
         (["--reasoning-parser=loud"], "--reasoning-parser: .*got 'loud'"),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from slipstream.errors import ConfigError
 from slipstream.handoff.cuda_ipc import Export, Mapper
+from slipstream.handoff.cuda_ipc.driver import CudaError
 from slipstream.handoff.cuda_ipc.lane import Lane
 from slipstream.handoff.cuda_ipc.memory import _over, views
 from slipstream.handoff.cuda_ipc.offer import Refused, layout_of
@@ -323,6 +326,43 @@ def test_a_peer_is_seen_whatever_its_descriptor_is() -> None:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         sweep()
+
+
+def test_a_process_may_map_a_path_of_any_encoding(tmp_path: Path) -> None:
+    path = os.path.join(os.fsencode(tmp_path), b"lib\xff.so")
+    with open(path, "wb+") as file:
+        file.truncate(4096)
+        with mmap.mmap(file.fileno(), 4096):
+            mine = Segment.create(NAME, 100)
+            before = len(os.listdir("/proc/self/fd"))
+            peer, stranger = Peer(os.getpid(), NAME), Peer(os.getpid(), "another")
+            assert peer._fd is not None and stranger._fd is None
+            peer.close()
+            assert len(os.listdir("/proc/self/fd")) == before
+            mine.close()
+
+
+def test_what_cannot_be_unmapped_leaves_nothing_else_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapper = Mapper(CPU)
+    exports = [Export.create(LAYOUT, CPU) for _ in range(2)]
+    for export in exports:
+        lane = export.pool.take()
+        assert lane is not None
+        mapper.accept(export.offer(lane, 17), SPEC).abandon(1.0)
+    mappings = list(mapper._mappings.values())
+
+    def fail() -> None:
+        raise CudaError("cuMemHostUnregister: no")
+
+    for mapping in mappings:
+        monkeypatch.setattr(mapping.signals, "close", fail)
+    with pytest.raises(CudaError, match="cuMemHostUnregister"):
+        mapper.close()
+    assert mapper.mapped == 0
+    assert not any(hasattr(mapping.segment, "buffer") for mapping in mappings)
+    assert all(mapping._peer._fd is None for mapping in mappings)
+    for export in exports:
+        export.close()
 
 
 def test_an_offer_that_is_over_is_left_alone() -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from contextlib import ExitStack
 
 import torch
 
@@ -69,10 +70,9 @@ class Mapping:
 
     def close(self) -> None:
         """No wait of this process may be parked; the tensors are not to be used any more."""
-        self.signals.close()
-        self._region.close()
-        self.segment.close()
-        self._peer.close()
+        with ExitStack() as last_first:  # what fails leaves nothing else open
+            for held in (self._peer, self.segment, self._region, self.signals):
+                last_first.callback(held.close)
 
 
 class Seat:
@@ -181,9 +181,10 @@ class Mapper:
         """At the end of the process: unmaps everything; no wait may be parked."""
         with self._lock:
             self._closed = True
-            for mapping in self._mappings.values():
-                mapping.close()
-            self._mappings.clear()
+            with ExitStack() as all_of_them:
+                all_of_them.callback(self._mappings.clear)
+                for mapping in self._mappings.values():
+                    all_of_them.callback(mapping.close)
 
     @property
     def _vacant(self) -> bool:

@@ -48,10 +48,13 @@ def _open(pid: int, segment: str) -> int | None:
         fd = os.pidfd_open(pid)
     except (OSError, OverflowError):  # a peer may name any number
         return None
+    mapped = False
     try:
-        if segment in Path(f"/proc/{pid}/maps").read_text():
-            return fd
-    except OSError:
+        # As bytes: a path among the mappings may be of any encoding.
+        mapped = segment.encode() in Path(f"/proc/{pid}/maps").read_bytes()
+    except OSError:  # it has ended, or is another user's
         pass
+    if mapped:
+        return fd
     os.close(fd)
     return None
