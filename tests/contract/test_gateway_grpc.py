@@ -132,7 +132,8 @@ BAD_REQUESTS = [
 
 
 async def test_errors(tmp_path: Path) -> None:
-    async with stage(tmp_path, max_running=2) as s:
+    # Steps so slow that two choices still run when the third is given.
+    async with stage(tmp_path, max_running=2, step_s=0.1) as s:
         for request, code, details in BAD_REQUESTS:
             with pytest.raises(grpc.aio.AioRpcError, match=details) as caught:
                 await generate(s, request)

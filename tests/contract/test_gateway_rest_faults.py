@@ -142,7 +142,8 @@ async def test_a_body_too_large_is_refused_also_when_all_is_sent_first(tmp_path:
 
 
 async def test_a_full_queue_says_when_to_come_back(tmp_path: Path) -> None:
-    async with stage(tmp_path, "abc", max_running=1) as s:
+    # Steps so slow that the first choice still runs when the second is given.
+    async with stage(tmp_path, "abc", max_running=1, step_s=0.2) as s:
         response = await s.http.post("/v1/completions", json={"prompt": "x", "n": 2})
         assert response.status_code == 429
         assert response.headers["retry-after"] == "3"
