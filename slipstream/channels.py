@@ -44,17 +44,23 @@ def options(values: Mapping[str, int | str]) -> list[Option]:
     return list(values.items())
 
 
+_BOTH_ENDS: dict[str, int | str] = {
+    "grpc.keepalive_time_ms": KEEPALIVE_MS,
+    "grpc.keepalive_timeout_ms": KEEPALIVE_TIMEOUT_MS,
+    "grpc.http2.ping_timeout_ms": KEEPALIVE_TIMEOUT_MS,
+    "grpc.keepalive_permit_without_calls": 1,
+    "grpc.http2.max_pings_without_data": 0,
+    "grpc.max_send_message_length": MAX_MESSAGE,
+    "grpc.max_receive_message_length": MAX_MESSAGE,
+}
+"""Each end loses a frozen other one after 5 s."""
+
+
 def client_options() -> list[Option]:
-    """For channels between our own processes: a frozen end is lost in 5 s; no proxy."""
+    """For channels between our own processes: no proxy, fast reconnects."""
     return options(
-        {
-            "grpc.keepalive_time_ms": KEEPALIVE_MS,
-            "grpc.keepalive_timeout_ms": KEEPALIVE_TIMEOUT_MS,
-            "grpc.http2.ping_timeout_ms": KEEPALIVE_TIMEOUT_MS,
-            "grpc.keepalive_permit_without_calls": 1,
-            "grpc.http2.max_pings_without_data": 0,
-            "grpc.max_send_message_length": MAX_MESSAGE,
-            "grpc.max_receive_message_length": MAX_MESSAGE,
+        _BOTH_ENDS
+        | {
             "grpc.enable_http_proxy": 0,
             "grpc.initial_reconnect_backoff_ms": 100,
             "grpc.min_reconnect_backoff_ms": 100,
@@ -66,16 +72,10 @@ def client_options() -> list[Option]:
 def server_options() -> list[Option]:
     """For our servers: permits the clients' keepalive and never shares a port."""
     return options(
-        {
-            "grpc.keepalive_time_ms": KEEPALIVE_MS,
-            "grpc.keepalive_timeout_ms": KEEPALIVE_TIMEOUT_MS,
-            "grpc.http2.ping_timeout_ms": KEEPALIVE_TIMEOUT_MS,
-            "grpc.keepalive_permit_without_calls": 1,
-            "grpc.http2.max_pings_without_data": 0,
+        _BOTH_ENDS
+        | {
             "grpc.http2.min_recv_ping_interval_without_data_ms": 500,
             "grpc.http2.max_ping_strikes": 0,
-            "grpc.max_send_message_length": MAX_MESSAGE,
-            "grpc.max_receive_message_length": MAX_MESSAGE,
             "grpc.so_reuseport": 0,
         }
     )
