@@ -52,6 +52,7 @@ class DeviceSlots:
         # Every slot may be admitted while the stream waits for a draft, which must hold nothing up.
         self._words = _Ring([_Words(vocab_size, place) for _ in range(slots + 1)])
         self._tables = _Ring([_Tables(vocab_size, place) for _ in range(_TABLES)])
+        self._nothing = _Transfer(place).pinned(slots)
         self._drawn: dict[int, _Drawn] = {}
 
     @property
@@ -103,12 +104,19 @@ class DeviceSlots:
         tables.sent()
 
     def rewind(self, slot: int, rows: int) -> None:
-        """Sets the slot's cursor, in order with the current stream."""
-        self.cursor[slot : slot + 1].fill_(rows)
+        """Sets the slot's cursor, in order with the current stream.
+
+        By a copy, as all is done here: a kernel that is launched on its own can slow down all
+        others from then on (`slipstream.layers.kernel_gaps`).
+        """
+        words = self._words.take()
+        words.head[len(_HEAD)] = rows
+        words.send(words.pinned_head[len(_HEAD) :], self.cursor[slot : slot + 1])
+        words.sent()
 
     def rewind_all(self) -> None:
         """A new session begins: its draft was given nothing."""
-        self.cursor.zero_()
+        self.cursor.copy_(self._nothing, non_blocking=True)
 
     def release(self, slot: int) -> None:
         """Forgets the slot's request; what the device holds of it is overwritten by the next."""
