@@ -37,6 +37,7 @@ from services.target.runner import (
     TargetSpec,
 )
 from services.target.step_input import TABLE_UPDATES, TableUpdate
+from slipstream.layers.kernel_gaps import KernelGaps
 from slipstream.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -71,9 +72,13 @@ class DeviceRunner:
         self._proposals = ProposalReadback(step.trees, step.device)
         self._scores = ScoreReadback(step.scores, step.device)
         self._features = FeatureReadback(cache, spec.max_prefill_rows, step.device)
+        self._gaps: KernelGaps | None = None
 
     def warm_up(self) -> None:
-        """Runs what is not recorded: prefill pieces, first and further chunks, and the copies."""
+        """Runs what is not recorded: prefill pieces, first and further chunks, and the copies.
+
+        It ends as `at_rest` does.
+        """
         most = min(self.spec.max_model_len - 1, self.spec.pages * self.spec.page_size)
         for size in self._step.prefill_buckets:
             for shares in {1, min(size, len(self._slots.start))}:
@@ -81,6 +86,8 @@ class DeviceRunner:
                 if count > 0 and shares * -(-count // self.spec.page_size) <= self.spec.pages:
                     self._warm_prefill(shares, count, first=0)
                     self._warm_prefill(shares, count // 2, first=count - count // 2)
+        if self._step.graphs.enabled:
+            self._gaps = KernelGaps(self._step.graphs)
 
     def _warm_prefill(self, shares: int, count: int, first: int) -> None:
         """A prefill of `count` rows from position `first` on of as many slots as `shares`."""
@@ -242,6 +249,10 @@ class DeviceRunner:
     def rewind_all(self) -> None:
         with self._step.graphs.on_stream():
             self._slots.rewind_all()
+
+    def at_rest(self) -> None:
+        if self._gaps is not None:
+            self._gaps.keep()
 
     def features(self, spans: Sequence[FeatureSpan]) -> memoryview:
         index: list[int] = []

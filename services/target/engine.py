@@ -157,7 +157,13 @@ class Engine:
                 self._retire_lost()
                 if not checked and not self._on_their_way:
                     self.check()
+                    self._rest()
                     checked = True
+
+    def _rest(self) -> None:
+        """Nothing is on its way."""
+        if self._ahead is not None:
+            self._ahead.at_rest()
 
     def check(self) -> None:
         """Asserts every invariant of slots and pages. Only on the engine's thread, or in a test."""
@@ -333,6 +339,7 @@ class Engine:
                 slot.cursor = 0
             if self._ahead is not None:
                 self._ahead.rewind_all()
+            self._rest()  # the draft has loaded by now
             self._say(Attached(session, item.result.transport))
         else:
             item.result.end("the session was given up while it was connecting")

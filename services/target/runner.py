@@ -300,3 +300,7 @@ class RunAheadRunner(TargetRunner, Protocol):
     def rewind_all(self) -> None:
         """A new session begins: its draft was given nothing."""
         ...
+
+    def at_rest(self) -> None:
+        """Nothing is on its way: what may wait for the device can be done, for 0.1 s or so."""
+        ...

@@ -122,6 +122,7 @@ class RunAheadFake(FakeTargetRunner):
         started: (kind, slots) of every step.
         unread: flights whose results were not taken yet.
         cursors: feature rows that the stream published, by slot.
+        rests: calls of `at_rest`.
     """
 
     def __init__(self, **more: Any) -> None:
@@ -133,6 +134,7 @@ class RunAheadFake(FakeTargetRunner):
         self.started: list[tuple[str, tuple[int, ...]]] = []
         self.unread: deque[FakeFlight] = deque()
         self.cursors: dict[int, int] = {}
+        self.rests = 0
         self._stream: deque[FakeFlight | Callable[[], None]] = deque()
         self._over: set[int] = set()
         self._lock = threading.RLock()
@@ -173,6 +175,10 @@ class RunAheadFake(FakeTargetRunner):
 
     def rewind_all(self) -> None:
         self._put(lambda: self.cursors.update(dict.fromkeys(self.cursors, 0)))
+
+    def at_rest(self) -> None:
+        assert not self.unread and not self.waiting, "steps are on their way"
+        self.rests += 1
 
     def start_prefill(self, entries: Sequence[PrefillEntry], link: Link | None) -> FakeFlight:
         assert entries

@@ -41,7 +41,9 @@ LONG = 1e6
 PATIENT = Times(stale=LONG, first_beat=LONG, lease=LONG, unmeasured=LONG)
 """No watchdog fires: what is parked stays so until the test says otherwise."""
 
-RUNNER_CALLS = ("admit", "release", "start_prefill", "start_decode", "rewind", "rewind_all")
+RUNNER_CALLS = (
+    "admit", "release", "start_prefill", "start_decode", "rewind", "rewind_all", "at_rest",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
