@@ -78,14 +78,12 @@ class Place:
         device: "cpu" or "cuda:N".
         total: bytes of the GPU's memory; 0 on a CPU.
         share: part of it that this process may hold in all; 0 on a CPU.
-        flashinfer: whether FlashInfer can be used.
     """
 
     device: str
     dtype: torch.dtype
     total: int = 0
     share: float = 0.0
-    flashinfer: bool = False
 
     @property
     def on_gpu(self) -> bool:
@@ -154,7 +152,6 @@ def find_place(
         parse_dtype(dtype, "cuda"),
         card.total,
         share or USABLE * card.free / card.total,
-        _at_least(facts.flashinfer, LEAST_FLASHINFER),
     )
 
 
@@ -214,6 +211,9 @@ def attention_backend(place: Place, wanted: str) -> str:
 def prefill_backend(place: Place, wanted: str, decode: str) -> str:
     """`torch`, `triton` or `flashinfer` for --prefill-attention-backend, beside that of `decode`.
 
+    `auto` is never FlashInfer: it is a little faster in itself, but launches outside of graphs,
+    after which all kernels may be slower (`slipstream.layers.kernel_gaps`).
+
     Raises ConfigError for a backend that the device, the type or the other one does not go with.
     """
     flag = "--prefill-attention-backend"
@@ -223,11 +223,7 @@ def prefill_backend(place: Place, wanted: str, decode: str) -> str:
         raise ConfigError(f"{flag}: flashinfer has no float32; use triton or torch, or bfloat16")
     if wanted == "triton" and decode == "torch":
         raise ConfigError(f"{flag}: triton goes with --attention-backend triton, not torch")
-    if wanted != "auto":
-        return wanted
-    if decode == "torch":
-        return "torch"
-    return "flashinfer" if place.flashinfer and place.dtype == torch.bfloat16 else "triton"
+    return decode if wanted == "auto" else wanted
 
 
 def prepare(place: Place, outside: int = 0) -> None:

@@ -55,8 +55,7 @@ class TargetSettings(ProcessSettings):
     )
     prefill_attention_backend: Literal["auto", "torch", "triton", "flashinfer"] = Field(
         "auto",
-        description="attention of prefill steps; auto: on a GPU flashinfer where it is installed "
-        "and the type is bfloat16, else that of decode steps",
+        description="attention of prefill steps; auto: that of decode steps",
     )
     cuda_graphs: bool = Field(True, description="GPU: whether decode steps are CUDA graphs")
     memory_share: float | None = Field(

@@ -120,7 +120,7 @@ class UpSettings(ProcessSettings):
         None, description="attention of both but in prefill; auto: triton on a GPU"
     )
     prefill_attention_backend: Literal["auto", "torch", "triton", "flashinfer"] | None = Field(
-        None, description="attention of prefill; auto: on a GPU flashinfer if installed, or triton"
+        None, description="attention of prefill; auto: that of the other steps"
     )
     cuda_graphs: bool = Field(True, description="GPU: whether steps are CUDA graphs")
     random_weights: bool = Field(

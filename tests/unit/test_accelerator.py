@@ -54,7 +54,7 @@ def test_a_card_that_has_everything() -> None:
     place = find_place("cuda:1", look=seen(FACTS))
     assert (place.device, place.dtype, place.total) == ("cuda:1", torch.bfloat16, 140 * GIB)
     assert place.share == pytest.approx(USABLE * 139 / 140)
-    assert place.flashinfer and place.on_gpu
+    assert place.on_gpu
     exact = find_place("cuda", "float32", 0.25, look=seen(FACTS))
     assert (exact.device, exact.dtype, exact.share) == ("cuda:0", torch.float32, 0.25)
     fp32_only = replace(FACTS, card=replace(CARD, bf16=False), triton="3.10.0+git1")
@@ -138,9 +138,9 @@ def choices(*argv: str, facts: Facts = FACTS) -> _Choices:
 
 def test_backends_of_a_gpu() -> None:
     auto = choices("--device=cuda")
-    assert (auto.decode, auto.prefill) == ("triton", "flashinfer")
-    assert choices("--device=cuda", "--dtype=float32").prefill == "triton"
-    assert choices("--device=cuda", facts=replace(FACTS, flashinfer=None)).prefill == "triton"
+    assert (auto.decode, auto.prefill) == ("triton", "triton")
+    asked = choices("--device=cuda", "--prefill-attention-backend=flashinfer")
+    assert (asked.decode, asked.prefill) == ("triton", "flashinfer")
     plain = choices("--device=cuda", "--attention-backend=torch")
     assert (plain.decode, plain.prefill) == ("torch", "torch")
     mixed = choices("--device=cuda", "--prefill-attention-backend=torch")
