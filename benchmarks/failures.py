@@ -118,8 +118,8 @@ class Bench:
     def keep(self, letter: str, row: dict[str, Any]) -> None:
         """Saves what is known of a case, beside what the file holds."""
         result = json.loads(self.out.read_text()) if self.out.exists() else {}
-        result["machine"] = machine()
-        result.setdefault("cases", {}).setdefault(str(self.where), {})[letter] = row
+        cases = result.setdefault("cases", {}).setdefault(str(self.where), {})
+        cases[letter] = {"machine": machine(), **row}
         save(self.out, result)
 
     def close(self) -> None:

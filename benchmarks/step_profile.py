@@ -13,7 +13,7 @@ from benchmarks.call_table import LONGEST_NAME
 STEPS, WARM = 5, 3
 
 
-def profile(step: Callable[[], None], on_gpu: bool) -> dict[str, Any]:
+def profile(step: Callable[[], object], on_gpu: bool) -> dict[str, Any]:
     """Kernels (on a CPU: operators) by time, of the mean of STEPS steps.
 
     Raises RuntimeError when the profiler saw nothing.

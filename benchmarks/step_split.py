@@ -20,7 +20,7 @@ from benchmarks.split_servers import Cell, servers, shared_gpu
 from benchmarks.split_summary import summary
 from benchmarks.stack import save
 from benchmarks.step_profile import profile
-from benchmarks.step_together import Together, together
+from benchmarks.step_together import together
 from slipstream.models import load_draft_config
 from slipstream.tree import TreeSpec, resolve_spec
 
@@ -104,48 +104,47 @@ class SplitSteps:
         for kind, batch in self._cases:
             name = f"{kind} x {batch}"
             self._case(name, "together", folder, self._together, target, draft, kind, batch)
+        for kind, batch in self._cases:  # last: after it looks at the pace of kernels tell nothing
+            self._kernels(target, draft, kind, batch)
 
-    def _split(self, both: Any, kind: Any, batch: int) -> tuple[list[Step], None]:
+    def _split(self, both: Any, kind: Any, batch: int) -> list[Step]:
         tree = self._trees[kind]
         load = Load(batch, self._context, kind, tree.budget, tree.width)
         with driven(both, load, both.cell.handoff) as run:
             run.settle()
-            return run.window(self._steps, warm=WARM), None
+            return run.window(self._steps, warm=WARM)
 
-    def _together(
-        self, target: Any, draft: Any, kind: str, batch: int
-    ) -> tuple[list[Step], dict[str, Any] | None]:
+    def _together(self, target: Any, draft: Any, kind: str, batch: int) -> list[Step]:
         with together(target, draft, self._trees[kind], batch, self._context) as run:
-            steps = run.run(WARM + self._steps)[WARM:]
-            return steps, self._kernels(f"{kind} x {batch}", run)
+            return run.run(WARM + self._steps)[WARM:]
 
-    def _kernels(self, name: str, run: Together) -> dict[str, Any] | None:
-        """Of steps that the host does not run ahead of; None where the profiler sees nothing."""
-
-        def step() -> None:
-            run.run(1)
-
+    def _kernels(self, target: Any, draft: Any, kind: str, batch: int) -> None:
+        """Of steps that the host does not run ahead of."""
+        name = f"{kind} x {batch}"
         try:
-            return profile(step, self._args.device != "cpu")
-        except RuntimeError as error:  # the times stand without it
+            with together(target, draft, self._trees[kind], batch, self._context) as run:
+                kernels = profile(lambda: run.run(1), self._args.device != "cpu")
+        except Exception as error:  # the times stand without it, such as where nothing is seen
             self._failed(f"kernels {name}", error)
-            return None
+        else:
+            self.found.setdefault(name, {"kernels": {}})["kernels"]["together"] = kernels
+            self._save()
 
     def _case(
         self, name: str, way: str, folder: Path, work: Callable[..., Any], *args: Any
     ) -> None:
         try:
-            steps, kernels = work(*args)
+            steps = work(*args)
         except NoSession:
             raise
         except Exception as error:  # the others may still be measured
             self._failed(f"{way} {name}", error)
             return
         save(folder / f"{way} {name}.steps.json".replace(" ", "_"), columns(steps))
-        self._found(name, way, summary(steps), kernels)
+        self._found(name, way, summary(steps))
 
     def _found(
-        self, name: str, way: str, said: dict[str, Any], kernels: dict[str, Any] | None
+        self, name: str, way: str, said: dict[str, Any], kernels: dict[str, Any] | None = None
     ) -> None:
         case = self.found.setdefault(name, {"kernels": {}})
         case[way], case[f"{way}_p50_us"] = said, said["period"]["p50"]
