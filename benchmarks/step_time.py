@@ -319,12 +319,12 @@ def run(args: argparse.Namespace) -> int:
         return 1
     if args.split in WITH_STEPS:
         measured.all()
-        if args.profile is not None:
-            _profile(measured, args.profile)
         rig.empty()
     if split is not None:
         split.together(loaded.target, loaded.draft, folder)
         split.table()
+    if args.split in WITH_STEPS and args.profile is not None:  # last, as in `SplitSteps.together`
+        _profile(measured, args.profile)
     report.save()
     failures = len(report.result["failures"])
     print(f"{report.result['seconds']} s, {failures} failed, {args.out}", flush=True)
@@ -334,6 +334,7 @@ def run(args: argparse.Namespace) -> int:
 def _profile(measured: Run, path: Path) -> None:
     """Tables of kernels of a verify and a draft step at batch 1."""
     rig, length = measured.rig, measured.plan.contexts[0]
+    rig.fill(measured.trees["chain"])
     tables: dict[str, Any] = {}
     for kind, spec in measured.trees.items():
         nodes = measured.nodes[kind]

@@ -152,7 +152,8 @@ class Together:
         )
         self.session.device, self.session.end = self._device, self._ends.draft
         target.rewind_all()
-        target.at_rest()
+        while not target.at_rest():
+            pass
         spec = target.spec
         held = min(spec.pages // spec.slots, -(-spec.max_positions // spec.page_size))
         self._pages = [range(slot * held, (slot + 1) * held) for slot in range(batch)]

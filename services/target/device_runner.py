@@ -77,7 +77,7 @@ class DeviceRunner:
     def warm_up(self) -> None:
         """Runs what is not recorded: prefill pieces, first and further chunks, and the copies.
 
-        It ends as `at_rest` does.
+        The last thing is what `at_rest` does later.
         """
         most = min(self.spec.max_model_len - 1, self.spec.pages * self.spec.page_size)
         for size in self._step.prefill_buckets:
@@ -250,9 +250,8 @@ class DeviceRunner:
         with self._step.graphs.on_stream():
             self._slots.rewind_all()
 
-    def at_rest(self) -> None:
-        if self._gaps is not None:
-            self._gaps.keep()
+    def at_rest(self) -> bool:
+        return self._gaps is None or self._gaps.keep()
 
     def features(self, spans: Sequence[FeatureSpan]) -> memoryview:
         index: list[int] = []

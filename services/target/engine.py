@@ -81,7 +81,7 @@ class Engine:
         self._last_step = 0
         self._drained: Callable[[], None] | None = None
         self._on_their_way: deque[Begun] = deque()
-        self._turn = 0  # odd while a message is handled
+        self._turn = 0  # odd while a message is handled, or a pause is used
         self._ahead: RunAheadRunner | None = None
 
     def start(self) -> None:
@@ -149,21 +149,21 @@ class Engine:
 
     def _next(self) -> Item:
         """The next message; while there is none, looks after things."""
-        checked = False
+        over = False
         while True:
             try:
                 return self._inbox.get(timeout=IDLE_S)
             except queue.Empty:
                 self._retire_lost()
-                if not checked and not self._on_their_way:
+                if not over and not self._on_their_way:
+                    self._turn += 1
                     self.check()
-                    self._rest()
-                    checked = True
+                    over = self._rest()
+                    self._turn += 1
 
-    def _rest(self) -> None:
-        """Nothing is on its way."""
-        if self._ahead is not None:
-            self._ahead.at_rest()
+    def _rest(self) -> bool:
+        """Nothing is on its way; whether the runner has nothing more to do in the pause."""
+        return self._ahead is None or self._ahead.at_rest()
 
     def check(self) -> None:
         """Asserts every invariant of slots and pages. Only on the engine's thread, or in a test."""

@@ -301,6 +301,9 @@ class RunAheadRunner(TargetRunner, Protocol):
         """A new session begins: its draft was given nothing."""
         ...
 
-    def at_rest(self) -> None:
-        """Nothing is on its way: what may wait for the device can be done, for 0.1 s or so."""
+    def at_rest(self) -> bool:
+        """Nothing is on its way: what waits for the device can be done, for 10 ms or so.
+
+        Returns whether that was all; else it is called again, should the pause go on.
+        """
         ...

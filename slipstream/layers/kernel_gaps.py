@@ -34,18 +34,23 @@ FASTER = 0.92
 and those at the slower one 0.95 at least."""
 
 IMPLAUSIBLE, DISTURBED = 0.7, 1.3
-"""As the one above: below the first it is not known what the slower pace takes; beyond the second
+"""As the one above: below the first what the slower pace takes is not known; beyond the second
 other work was in between."""
 
-LEARNT_FROM = 7
-"""Looks whose median is the slower pace: of launches one in ten leaves the faster."""
+LEARNT_FROM, STEADY = 9, 1.04
+"""Looks whose median is the slower pace: of launches one in ten leaves the faster. The last but one
+of them by size takes at most so much of the median, or a neighbour is at work: what is learnt
+beside one is too much, and the slower pace would pass as the faster later."""
 
 PATIENCE = 16
-"""Most disturbed looks of a search: a neighbour that loads goes on for longer."""
+"""Most disturbed looks of a call: a neighbour that loads goes on for longer."""
+
+PER_CALL = 24
+"""Most works launched in a call, 0.4 ms each: gateways give a session that begins 50 ms."""
 
 TRIES = 250
-"""Most works launched in a row, 0.4 ms each. Of searches on an H200 most took fewer than 30, some
-more than 100."""
+"""Most works launched in a search. Of searches on an H200 most took fewer than 30, some more than
+100."""
 
 MOST_PASSED = 1024
 """Most chances that are let pass after searches that found nothing."""
@@ -57,56 +62,82 @@ class GapKeeper:
     Attributes:
         slower: us of a kernel at the slower pace, 0 while that is not known.
         faster: us of the last look that showed the faster one, 0 before.
+        kept: whether the last call ended with the faster one.
     """
 
     def __init__(self) -> None:
         self.slower = self.faster = 0.0
+        self.kept = False
+        self._open = False  # whether the faster one may come: it was there, or a change was made
+        self._changes = 0  # of the search that goes on
         self._pass, self._passes = 0, 1
 
     def keep(self, look: Callable[[], float], change: Callable[[], None]) -> bool:
-        """Looks, and changes the pace until it is the faster of two; whether it is now.
+        """Looks, and changes the pace until it is the faster of two.
 
-        Of looks that are disturbed there may be `PATIENCE`, and it takes two to see the slower pace
-        before anything is changed. After `TRIES` changes in vain it is forgotten what the slower
-        one is, both may have become slower, and ever more calls do nothing.
+        Nothing is changed before two looks showed the slower one. A call ends after `PER_CALL`
+        changes, and the next one goes on with the search; or after `PATIENCE` disturbed looks.
+        A look that shows the faster one after one of the slower, with no change in between, shows
+        that a neighbour has left: then it is learnt anew what the slower pace is. After `TRIES`
+        changes in vain it is forgotten, both may have become slower, and ever more calls do
+        nothing.
 
         Args:
             look: gives the us that a kernel takes.
             change: does what may change that.
+
+        Returns whether there is nothing more to do for now.
         """
+        self.kept = False
         if self._pass:
             self._pass -= 1
-            return False
-        changes = disturbed = looks = 0
-        while changes < TRIES:
-            if not self.slower:
-                changes += self._learn(look, change)
+            return True
+        over = self._search(look, change)
+        if self.kept:
+            self._changes, self._passes = 0, 1
+        elif self._changes >= TRIES:
+            self._changes, self.slower = 0, 0.0
+            self._pass, self._passes = self._passes, min(2 * self._passes, MOST_PASSED)
+            return True
+        return over
+
+    def _search(self, look: Callable[[], float], change: Callable[[], None]) -> bool:
+        """A call's part of a search; whether it came to an end."""
+        most = min(self._changes + PER_CALL, TRIES)
+        slow = disturbed = 0
+        while self._changes < most:
+            if not self.slower and not self._learn(look, change):
+                return True
             us = look()
-            looks += 1
             if us > DISTURBED * self.slower:
                 disturbed += 1
                 if disturbed == PATIENCE:
-                    return False
-            elif us < IMPLAUSIBLE * self.slower:
+                    return True
+            elif us > FASTER * self.slower:
+                slow += 1
+                if slow > 1:
+                    change()
+                    self._changes += 1
+                    self._open = True
+            elif us < IMPLAUSIBLE * self.slower or not self._open:
                 self.slower = 0.0
-            elif us <= FASTER * self.slower:
-                self.faster, self._passes = us, 1
+            else:
+                self.faster, self.kept = us, True
                 return True
-            elif looks > 1:
-                change()
-                changes += 1
-        self.slower = 0.0
-        self._pass, self._passes = self._passes, min(2 * self._passes, MOST_PASSED)
         return False
 
-    def _learn(self, look: Callable[[], float], change: Callable[[], None]) -> int:
-        """Finds out what the slower pace is; returns the number of changes."""
+    def _learn(self, look: Callable[[], float], change: Callable[[], None]) -> bool:
+        """Finds out what the slower pace is; False when the looks differ too much."""
         seen = []
         for _ in range(LEARNT_FROM):
             change()
             seen.append(look())
-        self.slower = statistics.median(seen)
-        return LEARNT_FROM
+        self._changes += LEARNT_FROM
+        median = statistics.median(seen)
+        if sorted(seen)[-2] > STEADY * median:
+            return False
+        self.slower, self._open = median, seen[-1] <= FASTER * median
+        return True
 
 
 class KernelGaps:
@@ -137,7 +168,9 @@ class KernelGaps:
         self._chain = graphs.capture(self._add_in_turn)
         for work in self._works:  # what a first launch loads
             self._launch(*work)
-        if self.keep():
+        while not self.keep():
+            pass
+        if self.keeper.kept:
             log.info(
                 "a graph's kernels take %.2f us, not %.2f", self.keeper.faster, self.keeper.slower
             )
@@ -145,7 +178,7 @@ class KernelGaps:
             log.info("a graph's kernels show no faster pace than the one they have, as yet")
 
     def keep(self) -> bool:
-        """See `GapKeeper.keep`. To be called when the streams are empty: it waits for its works."""
+        """See `GapKeeper.keep`. To be called when the stream is empty: it waits for its works."""
         with self._graphs.on_stream():
             return self.keeper.keep(self._look, self._change)
 

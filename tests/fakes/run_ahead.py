@@ -123,6 +123,7 @@ class RunAheadFake(FakeTargetRunner):
         unread: flights whose results were not taken yet.
         cursors: feature rows that the stream published, by slot.
         rests: calls of `at_rest`.
+        restless: as many of them as from now on do not say that this was all.
     """
 
     def __init__(self, **more: Any) -> None:
@@ -134,7 +135,7 @@ class RunAheadFake(FakeTargetRunner):
         self.started: list[tuple[str, tuple[int, ...]]] = []
         self.unread: deque[FakeFlight] = deque()
         self.cursors: dict[int, int] = {}
-        self.rests = 0
+        self.rests = self.restless = 0
         self._stream: deque[FakeFlight | Callable[[], None]] = deque()
         self._over: set[int] = set()
         self._lock = threading.RLock()
@@ -176,9 +177,13 @@ class RunAheadFake(FakeTargetRunner):
     def rewind_all(self) -> None:
         self._put(lambda: self.cursors.update(dict.fromkeys(self.cursors, 0)))
 
-    def at_rest(self) -> None:
+    def at_rest(self) -> bool:
         assert not self.unread and not self.waiting, "steps are on their way"
         self.rests += 1
+        if self.restless:
+            self.restless -= 1
+            return False
+        return True
 
     def start_prefill(self, entries: Sequence[PrefillEntry], link: Link | None) -> FakeFlight:
         assert entries

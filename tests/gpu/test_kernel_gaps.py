@@ -33,10 +33,12 @@ def test_the_pace_that_was_kept_is_the_faster() -> None:
     before = int(gaps._chained[0])
     for _ in range(5):
         launch_outside_of_graphs()
-        began = time.perf_counter()
-        kept = gaps.keep()
-        assert time.perf_counter() - began < LIMIT_S
-        if kept:
+        over = False
+        while not over:
+            began = time.perf_counter()
+            over = gaps.keep()
+            assert time.perf_counter() - began < LIMIT_S
+        if gaps.keeper.kept:
             with graphs.on_stream():
                 assert gaps._look() < NOISE * FASTER * gaps.keeper.slower
             assert 0.1 < gaps.keeper.faster < gaps.keeper.slower < 10

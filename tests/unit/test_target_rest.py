@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -38,6 +40,33 @@ def test_once_in_a_pause(rig: Rig) -> None:
     assert rig.runner.rests == 1
     rig.quiet()  # a message
     rests(rig, 2)
+
+
+def test_again_in_a_pause_until_that_was_all(rig: Rig) -> None:
+    rests(rig, 1)
+    rig.runner.restless = 2
+    rig.quiet()
+    rests(rig, 4)
+    time.sleep(3 * IDLE_S)
+    assert rig.runner.rests == 4
+
+
+def test_a_watchdog_sees_a_pause_that_does_not_end(rig: Rig, monkeypatch: Any) -> None:
+    rests(rig, 1)
+    assert rig.engine.at is None
+    stuck = threading.Event()
+    monkeypatch.setattr(rig.runner, "at_rest", lambda: stuck.wait(WAIT_S))
+    rig.quiet()
+    deadline = time.monotonic() + WAIT_S
+    while rig.engine.at is None:
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+    said = rig.engine.at
+    time.sleep(0.02)
+    assert rig.engine.at == said
+    stuck.set()
+    rig.quiet()
+    assert rig.engine.at is None
 
 
 def test_not_while_a_step_is_on_its_way(rig: Rig) -> None:
