@@ -334,7 +334,11 @@ def run(args: argparse.Namespace) -> int:
 def _profile(measured: Run, path: Path) -> None:
     """Tables of kernels of a verify and a draft step at batch 1."""
     rig, length = measured.rig, measured.plan.contexts[0]
-    rig.fill(measured.trees["chain"])
+    try:
+        rig.fill(measured.trees["chain"])
+    except Exception as error:
+        measured.report.failed("profile", error)
+        return
     tables: dict[str, Any] = {}
     for kind, spec in measured.trees.items():
         nodes = measured.nodes[kind]

@@ -43,7 +43,8 @@ of them by size takes at most so much of the median, or a neighbour is at work: 
 beside one is too much, and the slower pace would pass as the faster later."""
 
 PATIENCE = 16
-"""Most disturbed looks of a call: a neighbour that loads goes on for longer."""
+"""Most disturbed looks of a call: a neighbour that loads goes on for longer, and so do clocks that
+were lowered."""
 
 PER_CALL = 24
 """Most works launched in a call, 0.4 ms each: gateways give a session that begins 50 ms."""
@@ -75,12 +76,11 @@ class GapKeeper:
     def keep(self, look: Callable[[], float], change: Callable[[], None]) -> bool:
         """Looks, and changes the pace until it is the faster of two.
 
-        Nothing is changed before two looks showed the slower one. A call ends after `PER_CALL`
-        changes, and the next one goes on with the search; or after `PATIENCE` disturbed looks.
-        A look that shows the faster one after one of the slower, with no change in between, shows
-        that a neighbour has left: then it is learnt anew what the slower pace is. After `TRIES`
-        changes in vain it is forgotten, both may have become slower, and ever more calls do
-        nothing.
+        Nothing is changed before two looks showed the slower one. A call ends after some
+        `PER_CALL` changes, and the next one goes on with the search. What the slower pace takes is
+        learnt anew where a look shows the faster one after one of the slower with no change in
+        between, as when a neighbour leaves; after `PATIENCE` disturbed looks; and after `TRIES`
+        changes in vain, both may have become slower. Then ever more calls do nothing.
 
         Args:
             look: gives the us that a kernel takes.
@@ -107,11 +107,12 @@ class GapKeeper:
         slow = disturbed = 0
         while self._changes < most:
             if not self.slower and not self._learn(look, change):
-                return True
+                continue
             us = look()
             if us > DISTURBED * self.slower:
                 disturbed += 1
                 if disturbed == PATIENCE:
+                    self.slower = 0.0
                     return True
             elif us > FASTER * self.slower:
                 slow += 1
