@@ -207,7 +207,7 @@ class Rig:
 
     def __init__(self, loaded: Loaded, length: int, seed: int = 0) -> None:
         self.target, self.draft = loaded.target, loaded.draft
-        self.context, self._held = loaded.draft.open_context(), True
+        self.context = loaded.draft.open_context()
         self.length = length
         self._random = random.Random(seed)
         spec = loaded.target.spec
@@ -266,9 +266,13 @@ class Rig:
     def empty(self) -> None:
         """Frees every slot, and the draft's context."""
         self.context.close()
-        self._held = False
         for slot in range(len(self.rows)):
             self.target.release(slot)
+
+    def refill(self, tree: TreeSpec) -> None:
+        """Fills what `empty` freed."""
+        self.context = self.draft.open_context()
+        self.fill(tree)
 
     def readmit(self, slot: int, length: int) -> None:
         """Gives the slot to a new request for the first `length` tokens; its pages keep theirs."""
@@ -287,9 +291,8 @@ class Rig:
 
     def draft_as(self, tree: TreeSpec) -> None:
         """Admits all slots to the draft anew; each gets the pages that it had."""
-        if self._held:
-            self.context.close()
-        self.context, self._held = self.draft.open_context(), True
+        self.context.close()
+        self.context = self.draft.open_context()
         for slot in range(len(self.rows)):
             self.context.admit(slot, Drafting(tree))
             self.context.reserve(slot, self.length + GROWTH)

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,12 @@ class SplitSteps:
             "tree": resolve_spec("top2gap", args.tree_width, args.tree_nodes, block_size=block),
         }
         batches = sorted(set(map(int, args.batches.split(","))))
-        self._cases = [(kind, batch) for kind in self._trees for batch in (batches[0], batches[-1])]
-        self._cases = list(dict.fromkeys(self._cases))
-        self.found: dict[str, dict[str, Any]] = {}
+        self._cases = {
+            f"{kind} x {batch}": (kind, batch)
+            for kind in self._trees
+            for batch in (batches[0], batches[-1])
+        }
+        self.found: dict[str, dict[str, Any]] = defaultdict(lambda: {"kernels": {}})
 
     def split(self, folder: Path) -> None:
         """The two servers; nothing of this process may be on the GPU yet."""
@@ -69,8 +73,8 @@ class SplitSteps:
         try:
             with servers(cell, folder) as both:
                 print(f"both servers ready after {both.seconds:.1f} s", flush=True)
-                for kind, batch in self._cases:
-                    self._case(f"{kind} x {batch}", "split", folder, self._split, both, kind, batch)
+                for name, case in self._cases.items():
+                    self._case(name, "split", folder, self._split, both, *case)
         except Exception as error:
             self._failed("split servers", error)
 
@@ -101,11 +105,13 @@ class SplitSteps:
 
     def together(self, target: Any, draft: Any, folder: Path) -> None:
         """Both runners of this process, whose slots and contexts are free."""
-        for kind, batch in self._cases:
-            name = f"{kind} x {batch}"
-            self._case(name, "together", folder, self._together, target, draft, kind, batch)
-        for kind, batch in self._cases:  # last: after it looks at the pace of kernels tell nothing
-            self._kernels(target, draft, kind, batch)
+        for name, case in self._cases.items():
+            self._case(name, "together", folder, self._together, target, draft, *case)
+        for (
+            name,
+            case,
+        ) in self._cases.items():  # last: then looks at the pace of kernels tell nothing
+            self._kernels(name, target, draft, *case)
 
     def _split(self, both: Any, kind: Any, batch: int) -> list[Step]:
         tree = self._trees[kind]
@@ -118,16 +124,15 @@ class SplitSteps:
         with together(target, draft, self._trees[kind], batch, self._context) as run:
             return run.run(WARM + self._steps)[WARM:]
 
-    def _kernels(self, target: Any, draft: Any, kind: str, batch: int) -> None:
+    def _kernels(self, name: str, target: Any, draft: Any, kind: str, batch: int) -> None:
         """Of steps that the host does not run ahead of."""
-        name = f"{kind} x {batch}"
         try:
             with together(target, draft, self._trees[kind], batch, self._context) as run:
                 kernels = profile(lambda: run.run(1), self._args.device != "cpu")
         except Exception as error:  # the times stand without it, such as where nothing is seen
             self._failed(f"kernels {name}", error)
         else:
-            self.found.setdefault(name, {"kernels": {}})["kernels"]["together"] = kernels
+            self.found[name]["kernels"]["together"] = kernels
             self._save()
 
     def _case(
@@ -146,7 +151,7 @@ class SplitSteps:
     def _found(
         self, name: str, way: str, said: dict[str, Any], kernels: dict[str, Any] | None = None
     ) -> None:
-        case = self.found.setdefault(name, {"kernels": {}})
+        case = self.found[name]
         case[way], case[f"{way}_p50_us"] = said, said["period"]["p50"]
         if kernels is not None:
             case["kernels"][way] = kernels

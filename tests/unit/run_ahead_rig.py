@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from services.target.commands import (
     Attach,
@@ -79,6 +81,19 @@ class Rig(Driver[RunAheadFake]):
         self.plan_prefill(slot, session)
         self.started(before + 1)
         assert list(self.land()[0].entries[0].result.tokens) == WANT[:1]
+
+
+@contextmanager
+def running() -> Iterator[Rig]:
+    """A rig; at the end its engine has stopped, and nothing is left behind."""
+    made = Rig()
+    yield made
+    made.runner.held = False
+    made.runner.land_all()
+    made.engine.stop()
+    assert not made.failure
+    assert made.engine._slots.pool.free == 64
+    assert not made.runner.unread
 
 
 def right(slot: int, given: int, nodes: int, epoch: int = 1) -> ProposedTree:

@@ -10,18 +10,15 @@ import pytest
 
 from services.target.commands import Attached, StepKind
 from services.target.engine import IDLE_S
+from tests.fakes.child import until
 from tests.fakes.target_driver import WAIT_S, entry
-from tests.unit.run_ahead_rig import Rig
+from tests.unit.run_ahead_rig import Rig, running
 
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    made = Rig()
-    yield made
-    made.runner.held = False
-    made.runner.land_all()
-    made.engine.stop()
-    assert not made.failure
+    with running() as made:
+        yield made
 
 
 def settled(rig: Rig) -> int:
@@ -74,10 +71,7 @@ def test_a_watchdog_sees_a_pause_that_does_not_end(
     time.sleep(0.02)
     assert rig.engine.at == said
     stuck.set()
-    deadline = time.monotonic() + WAIT_S
-    while rig.engine.at is not None:
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
+    until(lambda: rig.engine.at is None, "out of the pause")
 
 
 def test_what_fails_in_a_pause_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,10 +81,7 @@ def test_what_fails_in_a_pause_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(rig.runner, "at_rest", at_rest)
-    deadline = time.monotonic() + WAIT_S
-    while not rig.failure:
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
+    until(lambda: rig.failure, "told")
     assert "the device is gone" in str(rig.failure[0])
 
 

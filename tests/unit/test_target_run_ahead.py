@@ -31,19 +31,13 @@ from slipstream.v1 import common_pb2 as pb
 from tests.fakes.run_ahead import MOST_COMMITS
 from tests.fakes.target import expected_output
 from tests.fakes.target_driver import WAIT_S, FakeEnd, entry
-from tests.unit.run_ahead_rig import PROMPT, WANT, Rig, right, tokens
+from tests.unit.run_ahead_rig import PROMPT, WANT, Rig, right, running, tokens
 
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    made = Rig()
-    yield made
-    made.runner.held = False
-    made.runner.land_all()
-    made.engine.stop()
-    assert not made.failure
-    assert made.engine._slots.pool.free == 64
-    assert not made.runner.unread
+    with running() as made:
+        yield made
 
 
 def test_plans_begin_before_the_ones_before_have_ended(rig: Rig) -> None:
